@@ -6,7 +6,6 @@
 #include <torch/optim/adam.h>
 #include <torch/optim/lbfgs.h>
 
-#include <cstddef>
 #include <cstdint>
 #include <filesystem>
 #include <fstream>
@@ -16,6 +15,7 @@
 #include "simulated_device/device.h"
 #include "support/devices.h"
 #include "support/moved_file.h"
+#include "support/sealed.h"
 #include "support/temporary_folder.h"
 #include "torchamp/optim.h"
 #include "torchamp/training_checkpoint.h"
@@ -65,17 +65,6 @@ struct RunOnDevice {
   Tensor tensor, own;
   TrainingCheckpoint checkpoint;
 };
-
-/// The bytes of an archive, sealed as those of a TrainingCheckpoint are.
-std::string sealed(const std::string& bytes) {
-  std::string result;
-  torchamp::detail::SealedWriter writer([&](const void* data, std::size_t size) {
-    result.append(static_cast<const char*>(data), size);
-  });
-  writer.add(bytes.data(), bytes.size());
-  writer.finish();
-  return result;
-}
 
 /// A run that was saved on a device that is missing goes on here.
 template <class Optimizer, class Options>

@@ -4,14 +4,10 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
 
-#include <algorithm>
-#include <atomic>
 #include <fstream>
 #include <functional>
 #include <iterator>
 #include <random>
-#include <set>
-#include <thread>
 #include <vector>
 
 #include "support/damaged.h"
@@ -255,28 +251,6 @@ TEST(TrainingCheckpointFiles, RemovesWhatAKilledWriterLeftAndNothingOfTheUsers) 
   EXPECT_EQ(folder.files(), 4);
 }
 
-TEST(TrainingCheckpointFiles, IsWrittenBySeveralThreadsAtOnce) {
-  const TemporaryFolder folder;
-  std::atomic<int> errors = 0;
-  std::vector<std::thread> threads;
-  for (int thread = 0; thread < 4; ++thread) {
-    threads.emplace_back([&] {
-      for (int i = 0; i < 100; ++i) {
-        try {
-          torchamp::detail::AtomicFile file(folder / "run.pt", "test");
-          file.write("x", 1);
-          file.commit();
-        } catch (const c10::Error&) {
-          ++errors;
-        }
-      }
-    });
-  }
-  for (std::thread& thread : threads) thread.join();
-  EXPECT_EQ(errors, 0);
-  EXPECT_EQ(folder.files(), 1);
-}
-
 TEST(TrainingCheckpointFiles, IsAZipFileThatLibTorchReads) {
   const TemporaryFolder folder;
   int step = 12;
@@ -297,68 +271,6 @@ TEST(TrainingCheckpointFiles, RefusesAFileOfALaterVersion) {
   archive.save_to((folder / "run.pt").string());
   EXPECT_ERROR((void)TrainingCheckpoint(folder / "run.pt").load(),
                "it is of version 3, and this torchamp reads versions 1 to 2.");
-}
-
-// ---- Random states ------------------------------------------------------------------------------
-
-TEST(RngState, NamesADeviceThatIsNotHereAndAStateThatIsNone) {
-  using torchamp::detail::RngState;
-  const Tensor none = at::zeros({16}, at::kByte);
-  EXPECT_ERROR(RngState::from({{"xpu:0", none}}),
-               "it holds the random state of xpu:0, and this machine has no such device.");
-  EXPECT_ERROR(RngState::from({{"cuda:99", none}}), "the random state of cuda:99");
-  EXPECT_ERROR(RngState::from({{"cpu", none}}), "state");
-  at::manual_seed(1);
-  const auto now = RngState::now();
-  const Tensor next = at::rand({2});
-  RngState::from(now.by_device()).apply();
-  EXPECT_TRUE(at::equal(at::rand({2}), next));
-}
-
-// ---- Checksums ----------------------------------------------------------------------------------
-
-TEST(Crc32, IsThatOfTheZipFormatInPiecesOfAnySize) {
-  torchamp::detail::Crc32 known;
-  known.add("123456789", 9);
-  EXPECT_EQ(known.value(), 0xcbf43926U);
-  std::string bytes(1000, '\0');
-  std::mt19937 random(2);
-  for (char& byte : bytes) byte = static_cast<char>(random());
-  torchamp::detail::Crc32 whole;
-  torchamp::detail::Checksum sum;
-  whole.add(bytes.data(), bytes.size());
-  sum.add(bytes.data(), bytes.size());
-  for (int round = 0; round < 50; ++round) {
-    torchamp::detail::Crc32 crc;
-    torchamp::detail::Checksum other;
-    for (std::size_t at = 0; at < bytes.size();) {
-      const std::size_t size = std::min<std::size_t>(random() % 70, bytes.size() - at);
-      crc.add(bytes.data() + at, size);
-      other.add(bytes.data() + at, size);
-      at += size;
-    }
-    EXPECT_EQ(crc.value(), whole.value());
-    EXPECT_EQ(other.value(), sum.value());
-  }
-}
-
-TEST(Checksum, DiffersForEveryChangedByteAndLength) {
-  const auto sum_of = [](const std::string& bytes) {
-    torchamp::detail::Checksum sum;
-    sum.add(bytes.data(), bytes.size());
-    return sum.value();
-  };
-  std::set<std::uint64_t> sums;
-  for (std::size_t length = 0; length < 100; ++length)
-    sums.insert(sum_of(std::string(length, '\0')));
-  for (std::size_t at = 0; at < 99; ++at) {
-    for (int bit = 0; bit < 8; ++bit) {
-      std::string bytes(99, '\0');
-      bytes[at] = static_cast<char>(1 << bit);
-      sums.insert(sum_of(bytes));
-    }
-  }
-  EXPECT_EQ(sums.size(), 100U + 99 * 8);
 }
 
 }  // namespace

@@ -104,8 +104,7 @@ TEST(ClipGradOnTheHost, StepsAsThePlainOptimizerWhereTheDivisorIsTooLargeForFp32
 TEST_P(ClipGrad, NeverStepsWithADivisorThatFp32CannotHold) {
   for (const bool fp64 : {false, true}) {
     const simulated::Facts facts(
-        {.type = at::kPrivateUse1,
-         .fp64 = fp64 ? torchamp::detail::Fp64::yes : torchamp::detail::Fp64::unknown});
+        {.type = at::kPrivateUse1, .fp64 = fp64 ? simulated::Fp64::yes : simulated::Fp64::unknown});
     const Tensor direction = torch::tensor({3., -4., 0.}, options());
     const Tensor parameter = torch::zeros_like(direction).requires_grad_();
     torchamp::FusedSGD optimizer({parameter}, SGDOptions(1000.));
@@ -130,8 +129,7 @@ TEST_P(ClipGrad, NeverStepsWithADivisorThatFp32CannotHold) {
 TEST_P(ClipGrad, SkipsAFusedStepWithInfsAndNaNsWhateverTheNorm) {
   for (const bool fp64 : {false, true}) {
     const simulated::Facts facts(
-        {.type = at::kPrivateUse1,
-         .fp64 = fp64 ? torchamp::detail::Fp64::yes : torchamp::detail::Fp64::unknown});
+        {.type = at::kPrivateUse1, .fp64 = fp64 ? simulated::Fp64::yes : simulated::Fp64::unknown});
     const Params params{torch::ones({3}, options()).requires_grad_(),
                         torch::ones({2}, options(at::kHalf)).requires_grad_()};
     torchamp::FusedSGD optimizer(params, SGDOptions(1.));

@@ -4,19 +4,14 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
-#include <memory>
-#include <set>
+#include <functional>
 #include <utility>
 #include <vector>
 
-#include "simulated_device/device.h"
-#include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/repeating_recorder.h"
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/extras/graph/iteration.h"
-#include "torchamp/detail/extras/graph/recorder.h"
 #include "torchamp/optim.h"
 #include "torchamp/recompute.h"
 #include "torchamp/scaled_step.h"
@@ -25,7 +20,6 @@ namespace {
 
 using torchamp::CudaGraph;
 using torchamp::CudaGraphOptions;
-using torchamp::detail::HostAccessWatch;
 using Tensors = CudaGraph::Tensors;
 
 // ---- What is refused before anything is captured ------------------------------------------------
@@ -134,50 +128,6 @@ TEST_F(OneParameter, TellsWhyACaptureFailed) {
   EXPECT_TRUE(graph.is_captured());
 }
 
-TEST(HostAccessWatch, NamesTheFirstOpThatNeedsTheValues) {
-  const at::Tensor x = torch::ones({2, 2});
-  const auto first = [](const auto& work) {
-    const HostAccessWatch watch(at::kCPU);
-    work();
-    return watch.first();
-  };
-  EXPECT_EQ(first([&] { (void)(x + 1).sum(); }), "");
-  EXPECT_EQ(first([&] {
-              (void)x.nonzero();
-              (void)x.sum().item<float>();
-            }),
-            "aten::nonzero (the result's shape depends on values) on a tensor of shape [2, 2]");
-  EXPECT_NE(first([&] { (void)x.masked_select(x > 0); }), "");
-  EXPECT_NE(first([&] { (void)at::_unique(x); }), "");
-  EXPECT_NE(first([&] { (void)at::_unique2(x); }), "");
-  EXPECT_NE(first([&] { (void)at::unique_dim(x, 0); }), "");
-  EXPECT_NE(first([&] { (void)at::unique_consecutive(x); }), "");
-  EXPECT_NE(first([&] { (void)at::repeat_interleave(x[0].to(at::kLong)); }), "");
-  const at::Tensor counts = x[0].to(at::kLong);
-  EXPECT_EQ(first([&] { (void)at::repeat_interleave(counts, /*output_size=*/2); }), "");
-  EXPECT_EQ(first([&] { (void)at::repeat_interleave(x, counts, 0, /*output_size=*/2); }), "");
-  EXPECT_EQ(first([&] { (void)at::repeat_interleave(x, 3); }), "");
-  EXPECT_NE(first([&] { (void)at::repeat_interleave(x, counts, 0); }), "");
-  EXPECT_NE(first([&] { (void)at::bincount(x[0].to(at::kLong)); }), "");
-  EXPECT_NE(first([&] { (void)at::equal(x, x + 1); }), "");
-}
-
-TEST(HostAccessWatch, NamesCopiesThatWaitAndNoOthers) {
-  const at::Tensor host = torch::ones({2}), device = torch::ones({2}, at::device(at::kMeta));
-  const auto first = [](const auto& work) {
-    const HostAccessWatch watch(at::kMeta);
-    work();
-    return watch.first();
-  };
-  const char* const text = "aten::copy_ (from the host to the device) on a tensor of shape [2]";
-  EXPECT_EQ(first([&] { at::empty_like(device).copy_(host); }), text);
-  EXPECT_EQ(first([&] { at::empty_like(device).copy_(host, /*non_blocking=*/true); }), text)
-      << "the memory is not pinned";
-  EXPECT_EQ(first([&] { at::empty_like(device).copy_(device); }), "");
-  EXPECT_EQ(first([&] { at::empty_like(host).copy_(host); }), "");
-  EXPECT_EQ(first([&] { (void)host.sum().item<float>(); }), "") << "the host may read its own";
-}
-
 TEST_F(OneParameter, RefusesCheckpointsThatKeepTheRandomStateInTheFirstIteration) {
   bool preserve = true;
   torch::nn::Sequential layers(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
@@ -195,26 +145,6 @@ TEST_F(OneParameter, RefusesCheckpointsThatKeepTheRandomStateInTheFirstIteration
   preserve = false;
   for (int i = 0; i < 5; ++i) graph({torch::ones({2})});
   EXPECT_TRUE(graph.is_captured());
-}
-
-// ---- Streams ------------------------------------------------------------------------------------
-
-TEST(SimulatedOwnStream, IsNobodyElsesWhileItLives) {
-  SKIP_WITHOUT(at::kPrivateUse1);
-  using torchamp::detail::OwnStream;
-  const c10::Device device(at::kPrivateUse1, 1);
-  std::set<c10::StreamId> ids;
-  std::vector<std::unique_ptr<OwnStream>> streams;
-  for (int i = 0; i < 64; ++i) {  // all that there are
-    streams.push_back(std::make_unique<OwnStream>(device));
-    EXPECT_EQ(streams.back()->get().device(), device);
-    EXPECT_TRUE(ids.insert(streams.back()->get().id()).second) << i;
-  }
-  EXPECT_ERROR(OwnStream{device}, "CudaGraph: 64 graphs exist and use all of LibTorch's streams");
-  const c10::StreamId free = streams[40]->get().id();
-  streams[40] = nullptr;
-  EXPECT_EQ(OwnStream(device).get().id(), free);
-  const OwnStream of_another_device(c10::Device(at::kPrivateUse1, 0));
 }
 
 // ---- The order of things ------------------------------------------------------------------------

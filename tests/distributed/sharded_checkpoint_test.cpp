@@ -21,10 +21,9 @@
 #include "support/launch.h"
 #include "support/sharded.h"
 #include "support/staging_group.h"
+#include "support/state_tensors.h"
 #include "support/temporary_folder.h"
 #include "support/tolerances.h"
-#include "torchamp/detail/core/optim/state_tensors.h"
-#include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/distributed/checkpoint.h"
 #include "torchamp/distributed/sharded_masters.h"
 #include "torchamp/grad_scaler.h"
@@ -155,8 +154,7 @@ std::vector<std::vector<Tensor>> states_in(const std::string& file, Make make) {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto state = optimizer->state().find(parameters[i].unsafeGetTensorImpl());
     if (state == optimizer->state().end()) continue;
-    torchamp::detail::for_each_state_tensor(
-        *state->second, [&](const Tensor& tensor) { states[i].push_back(tensor); });
+    states[i] = state_tensors(*state->second);
   }
   return states;
 }
@@ -237,9 +235,13 @@ TEST(ShardedCheckpoint, BringWholeStatesToTheHostAlone) {
   const auto optimizer = kinds()[0].second(masters.parameters());
   net->forward(at::ones({2, 5}, net->weight.options())).sum().backward();
   optimizer->step();
-  const auto shards = torchamp::detail::stored_shards_of(*optimizer, "the test");
+  const TemporaryFolder folder;
+  torchamp::TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("optimizer", *optimizer);
   const std::size_t before = simulated::bytes_in_use(0);
-  shards->gather(*optimizer);
+  const Tensor part = checkpoint.local_part();  // gathers them
+  EXPECT_EQ(simulated::bytes_in_use(0), before);
+  checkpoint.save({part});
   EXPECT_EQ(simulated::bytes_in_use(0), before);
 }
 

@@ -90,13 +90,12 @@ TEST(ShardedMasters, AreKeptAndBroughtBackWithoutMemoryOfTheDevice) {
   for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
     const auto net = to_device(torch::nn::Linear(3, 2), simulated::sim0);
     ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16, .storage = storage});
-    torchamp::detail::Masters& held = masters;
     auto before = in_a_plain_model(masters);
     const Tensor narrow = net->weight.detach().cpu();
     std::function<void()> back;
     {
       const simulated::AllocationLimit none(0);
-      back = held.keep();
+      back = masters.keep();
     }
     std::stringstream file;
     torch::save(torch::nn::Linear(3, 2), file);

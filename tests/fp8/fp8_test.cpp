@@ -17,7 +17,6 @@
 #include "support/fp8_reference.h"
 #include "support/warnings.h"
 #include "torchamp/cast_recorder.h"
-#include "torchamp/detail/extras/fp8/run.h"
 #include "torchamp/module_policy.h"
 #include "torchamp/torchamp.h"
 
@@ -374,26 +373,6 @@ TEST(Fp8, TheWarningOfARegionLeavesOutWhatModulesCallUnderTheirOwnPolicies) {
     (void)model->forward(torch::ones({3, 4}));
   }
   EXPECT_NE(warnings.text().find("Called instead: addmm."), std::string::npos) << warnings.text();
-}
-
-TEST(Fp8, TheWarningOfARegionNamesEachOpOnce) {
-  torchamp::detail::Fp8Usage usage(nullptr);
-  for (const char* const op : {"aten::addmm", "aten::mm", "aten::addmm", "aten::mm"}) {
-    usage.called_instead(op, "");
-  }
-  const CollectedWarnings warnings;
-  usage.warn_if_unused();
-  EXPECT_NE(warnings.text().find("Called instead: addmm, mm."), std::string::npos)
-      << warnings.text();
-}
-
-TEST(Fp8, TheWarningOfARegionEndsSomewhere) {
-  torchamp::detail::Fp8Usage usage(nullptr);
-  for (int i = 0; i < 1000; ++i) usage.called_instead("aten::op" + std::to_string(i), "");
-  const CollectedWarnings warnings;
-  usage.warn_if_unused();
-  EXPECT_NE(warnings.text().find("op0, op1, op2"), std::string::npos);
-  EXPECT_LT(warnings.text().size(), 1000U);
 }
 
 TEST(Fp8, AWeightMayBeUsedTwiceAndAGraphKept) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "support/weight_counts.h"
 #include "torchamp/accumulate.h"
 #include "torchamp/cast_recorder.h"
 #include "torchamp/fp8.h"
@@ -25,10 +26,6 @@ namespace ops = torchamp::ops;
 
 Policy policy_of(Fp8Options options = {}) {
   return Policy::standard().fp8(ops::dense, options);
-}
-
-torchamp::detail::DerivedWeights::Counts weight_counts() {
-  return torchamp::detail::derived_weights().counts();
 }
 
 TEST(Fp8Weights, AreQuantizedOnceUntilTheOutermostGuardEnds) {

@@ -190,14 +190,6 @@ TEST(GradScalerLimits, AFixedScaleIsAtNoFloorOnADeviceEither) {
   }
 }
 
-TEST(GradScalerLimits, AreNotWatchedOnADeviceByDefault) {
-  EXPECT_FALSE(torchamp::detail::ScaleLimits::watched({}));
-  EXPECT_TRUE(torchamp::detail::ScaleLimits::watched({.min_scale = 1.}));
-  EXPECT_TRUE(torchamp::detail::ScaleLimits::watched(GradScalerOptions::deepspeed()));
-  EXPECT_FALSE(torchamp::detail::ScaleLimits::watched(GradScalerOptions::megatron()));
-  EXPECT_TRUE(torchamp::detail::ScaleLimits::watched({.max_skips_in_a_row = 9}));
-}
-
 /// What must be said once, whatever the options.
 const char* const hundred_skips = "gradients held infs or NaNs in the last ";
 

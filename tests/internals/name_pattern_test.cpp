@@ -9,7 +9,9 @@
 
 namespace {
 
+using torchamp::detail::has_wildcard;
 using torchamp::detail::matches;
+using torchamp::detail::pattern_of;
 
 TEST(NamePattern, AQuestionMarkIsOneCharacterButADot) {
   EXPECT_TRUE(matches("a?c", "abc"));
@@ -40,6 +42,34 @@ TEST(NamePattern, MustFitTheWholeName) {
   EXPECT_FALSE(matches("", "a"));
   EXPECT_FALSE(matches("a", "ab"));
   EXPECT_FALSE(matches("b", "ab"));
+}
+
+TEST(ModulePolicies, FitPatternsToWholeNames) {
+  EXPECT_TRUE(matches("encoder.*", "encoder.0"));
+  EXPECT_FALSE(matches("encoder.*", "encoder.0.norm"));
+  EXPECT_FALSE(matches("encoder.*", "encoder"));
+  EXPECT_FALSE(matches("encoder.*", "the_encoder.0"));
+  EXPECT_TRUE(matches("encoder.**", "encoder.0.norm"));
+  EXPECT_TRUE(matches("**.norm", "encoder.0.norm"));
+  EXPECT_FALSE(matches("**.norm", "norm"));
+  EXPECT_TRUE(matches("**norm", "norm"));
+  EXPECT_TRUE(matches("*.*.norm", "encoder.0.norm"));
+  EXPECT_TRUE(matches("layer?", "layer7"));
+  EXPECT_FALSE(matches("layer?", "layer.7"));
+  EXPECT_FALSE(matches("a?", "a."));
+  EXPECT_TRUE(matches("*", "encoder"));
+  EXPECT_TRUE(matches("", ""));
+}
+
+TEST(NamePattern, TakesAWildcardBehindABackslashForItself) {
+  EXPECT_TRUE(matches("h\\*", "h*"));
+  EXPECT_FALSE(matches("h\\*", "head"));
+  EXPECT_TRUE(matches("\\?\\\\*", "?\\x"));
+  EXPECT_TRUE(matches("h\\", "h\\"));
+  for (const std::string name : {"h*", "h?d", "h\\*", "**", "h", ""}) {
+    EXPECT_FALSE(has_wildcard(pattern_of(name))) << name;
+    EXPECT_TRUE(matches(pattern_of(name), name)) << name;
+  }
 }
 
 /// The definition, tried in all ways.

@@ -12,7 +12,6 @@
 #include <fstream>
 #include <iostream>
 #include <map>
-#include <memory>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -30,9 +29,6 @@
 #include "support/thread_state.h"
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/core/autocast/policy_scope.h"
-#include "torchamp/detail/core/policy/thread_policy.h"
-#include "torchamp/detail/extras/policy_text/name_pattern.h"
 #include "torchamp/policy_file.h"
 
 namespace {
@@ -288,22 +284,6 @@ TEST(ModulePolicies, YieldToTheEnvironment) {
   EXPECT_EXIT(report("off"), ::testing::ExitedWithCode(0), "raw BFloat16, relu BFloat16");
 }
 
-TEST(ModulePolicies, YieldToATrialOfAnotherPolicyUnlessItIsOneOfThemToo) {
-  namespace detail = torchamp::detail;
-  WithPolicy<nn::ReLU> relu;
-  ModulePolicies{{"", relu_in_fp32()}}.apply_to(*relu);
-  for (const bool with_modules : {false, true}) {
-    const auto trial = std::make_shared<detail::GuardOverride>();
-    trial->policy = Policy::torch().data();
-    trial->module_policies = with_modules;
-    auto state = detail::copy_of(detail::thread_policy());
-    state->guards = trial;
-    const detail::PolicyScope scope(std::move(state));
-    const AutocastGuard autocast(at::kCPU);
-    EXPECT_EQ(relu(low()).scalar_type(), with_modules ? at::kFloat : at::kBFloat16);
-  }
-}
-
 // Names and patterns
 
 TEST(ModulePolicies, PreferANameOverPatterns) {
@@ -318,34 +298,7 @@ TEST(ModulePolicies, PreferANameOverPatterns) {
   EXPECT_EQ(net->probe(2).seen, at::kFloat);
 }
 
-TEST(ModulePolicies, FitPatternsToWholeNames) {
-  using torchamp::detail::matches;
-  EXPECT_TRUE(matches("encoder.*", "encoder.0"));
-  EXPECT_FALSE(matches("encoder.*", "encoder.0.norm"));
-  EXPECT_FALSE(matches("encoder.*", "encoder"));
-  EXPECT_FALSE(matches("encoder.*", "the_encoder.0"));
-  EXPECT_TRUE(matches("encoder.**", "encoder.0.norm"));
-  EXPECT_TRUE(matches("**.norm", "encoder.0.norm"));
-  EXPECT_FALSE(matches("**.norm", "norm"));
-  EXPECT_TRUE(matches("**norm", "norm"));
-  EXPECT_TRUE(matches("*.*.norm", "encoder.0.norm"));
-  EXPECT_TRUE(matches("layer?", "layer7"));
-  EXPECT_FALSE(matches("layer?", "layer.7"));
-  EXPECT_FALSE(matches("a?", "a."));
-  EXPECT_TRUE(matches("*", "encoder"));
-  EXPECT_TRUE(matches("", ""));
-}
-
 TEST(ModulePolicies, TakeAWildcardBehindABackslashForItself) {
-  using torchamp::detail::matches;
-  EXPECT_TRUE(matches("h\\*", "h*"));
-  EXPECT_FALSE(matches("h\\*", "head"));
-  EXPECT_TRUE(matches("\\?\\\\*", "?\\x"));
-  EXPECT_TRUE(matches("h\\", "h\\"));
-  for (const std::string name : {"h*", "h?d", "h\\*", "**", "h", ""}) {
-    EXPECT_FALSE(torchamp::detail::has_wildcard(torchamp::detail::pattern_of(name))) << name;
-    EXPECT_TRUE(matches(torchamp::detail::pattern_of(name), name)) << name;
-  }
   struct StarredImpl : nn::Module {
     WithPolicy<Probe> star = register_module("h*", WithPolicy<Probe>());
     WithPolicy<Probe> head = register_module("head", WithPolicy<Probe>());

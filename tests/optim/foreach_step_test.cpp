@@ -1,7 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Steps on a device that has no fused kernels: the simulated one, which is told so.
-#include "torchamp/detail/core/optim/kernels.h"
-
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>

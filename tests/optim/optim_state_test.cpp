@@ -22,7 +22,7 @@ namespace {
 
 using torch::optim::AdamParamState;
 
-AdamParamState& adam_state(const torchamp::detail::ParamStates& states, const Tensor& p) {
+AdamParamState& adam_state(const auto& states, const Tensor& p) {
   return static_cast<AdamParamState&>(*states.at(p.unsafeGetTensorImpl()));
 }
 

@@ -14,6 +14,7 @@
 namespace {
 
 using torchamp::Cast;
+using torchamp::Fp8Recipe;
 using torchamp::Policy;
 
 constexpr std::string_view op_names[] = {
@@ -51,6 +52,8 @@ Policy& edit(Policy& policy, Cast cast, const torchamp::OpNames& ops, const torc
 Policy random_policy(Random& random) {
   static constexpr Cast casts[] = {Cast::native, Cast::lower_precision, Cast::fp32, Cast::promote,
                                    Cast::unchanged};
+  static constexpr Fp8Recipe recipes[] = {Fp8Recipe::tensorwise, Fp8Recipe::rowwise,
+                                          Fp8Recipe::blockwise, Fp8Recipe::mxfp8, Fp8Recipe::nvfp4};
   static constexpr at::ScalarType dtypes[] = {at::kHalf, at::kBFloat16, at::kFloat};
   Policy policy = random.below(2) ? Policy::standard() : Policy::torch();
   for (std::size_t edits = random.below(6); edits > 0; --edits) {
@@ -58,7 +61,7 @@ Policy random_policy(Random& random) {
     if (random.below(3) == 0) when.dtype = random.one_of(dtypes);
     if (random.below(6) == 0) {
       policy.fp8(random.below(2) ? torchamp::ops::dense : torchamp::OpNames{"mm", "linear"},
-                 torchamp::Fp8Options{.recipe = random.one_of(torchamp::detail::fp8_recipes).recipe,
+                 torchamp::Fp8Options{.recipe = random.one_of(recipes),
                                       .strict = random.below(2) == 0,
                                       .only_worthwhile = random.below(2) == 0},
                  when);

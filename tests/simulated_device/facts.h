@@ -5,6 +5,8 @@
 
 namespace simulated {
 
+using torchamp::detail::Fp64;  // whether a device computes in it
+
 /// Makes the simulated accelerator another kind of device for torchamp, for as long as it lives.
 /// Objects that know the device from before may go on as they were.
 class Facts {

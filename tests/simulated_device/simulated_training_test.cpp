@@ -28,11 +28,11 @@
 #include "simulated_device/pinned.h"
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/host_access_watch.h"
 #include "support/non_finite.h"
 #include "support/optimizer_kinds.h"
 #include "support/seed.h"
-#include "torchamp/detail/core/runtime/runtime.h"
-#include "torchamp/detail/extras/graph/iteration.h"
+#include "support/thread_state.h"
 #include "torchamp/policy_text.h"
 
 namespace {
@@ -315,7 +315,7 @@ TEST_F(SimulatedTraining, PrintsAndLooksUpTheRulesOfADeviceThatIsThere) {
   const std::size_t own = out.str().find("on " + name + '\n');
   ASSERT_NE(own, std::string::npos) << out.str();
   EXPECT_NE(out.str().find("  fp32\n", own), std::string::npos);
-  for (const at::DeviceType device : torchamp::detail::autocast_devices) {
+  for (const at::DeviceType device : autocast_devices) {
     EXPECT_EQ(torchamp::Policy::standard().lookup("sum", device), torchamp::Cast::fp32) << device;
     EXPECT_EQ(torchamp::Policy::torch().effect("relu", device), torchamp::Cast::unchanged);
   }
@@ -442,7 +442,7 @@ TEST_F(SimulatedTraining, TheLossOfTheBenchmarksYoloMakesNobodyWait) {
   };
   loss().backward();
   const Counts counts;
-  const torchamp::detail::HostAccessWatch watch(c10::kPrivateUse1);
+  const HostAccessWatch watch(c10::kPrivateUse1);
   loss().backward();
   EXPECT_EQ(counts.now().waits, 0);
   EXPECT_EQ(watch.first(), "");
@@ -453,11 +453,11 @@ TEST_F(SimulatedTraining, TheWatchNamesAReadAndNoStep) {
   Training training(sim0, kind_named("adam"), /*fused=*/true);
   training.step();
   {
-    const torchamp::detail::HostAccessWatch watch(c10::kPrivateUse1);
+    const HostAccessWatch watch(c10::kPrivateUse1);
     training.step(/*clip=*/true);
     EXPECT_EQ(watch.first(), "");
   }
-  const torchamp::detail::HostAccessWatch watch(c10::kPrivateUse1);
+  const HostAccessWatch watch(c10::kPrivateUse1);
   training.scaler.get_scale();
   EXPECT_THAT(watch.first(), testing::HasSubstr("_local_scalar_dense"));
 }

@@ -10,10 +10,10 @@
 #include <utility>
 
 #include "support/devices.h"
+#include "support/graph_registry.h"
 #include "support/graph_training.h"
 #include "support/training_steps.h"
 #include "torchamp/cuda_graph.h"
-#include "torchamp/detail/extras/graph/make_recorder.h"
 #include "torchamp/training_step.h"
 
 /// Two trainings of the same net, by TrainingSteps: `eager`, and `captured` with some options.
@@ -98,9 +98,8 @@ class CapturedStepTest : public ::testing::TestWithParam<at::DeviceType> {
  protected:
   void SetUp() override {
     SKIP_WITHOUT(GetParam());
-    if (GetParam() == at::kPrivateUse1 &&
-        !torchamp::detail::has_registered_graphs(at::kPrivateUse1)) {
-      GTEST_SKIP() << "this LibTorch has no registry of graphs";
+    if (GetParam() == at::kPrivateUse1) {
+      SKIP_WITHOUT_GRAPH_REGISTRY();
     }
     torch::manual_seed(11);
   }

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 #include <netinet/in.h>
 #include <sys/socket.h>
+#include <unistd.h>
 #include <torch/csrc/distributed/c10d/TCPStore.hpp>
 
 #include <chrono>
@@ -66,12 +67,28 @@ inline torchamp::ProcessGroupPtr make_group(
   return torchamp::make_process_group({.timeout = timeout});
 }
 
+/// The value of each process.
+inline std::vector<at::Tensor> gathered(const torchamp::ProcessGroupPtr& group,
+                                        const at::Tensor& value) {
+  return torchamp::detail::gather_all("test", group, value);
+}
+
+/// A port of the loopback network that nobody listens on.
+inline int free_port() {
+  const int probe = torchamp::detail::loopback_socket(0);
+  sockaddr_in address{};
+  socklen_t size = sizeof address;
+  getsockname(probe, reinterpret_cast<sockaddr*>(&address), &size);
+  close(probe);
+  return ntohs(address.sin_port);
+}
+
 /// Expects the same values on every process.
 inline void expect_same_everywhere(const torchamp::ProcessGroupPtr& group,
                                    const std::vector<at::Tensor>& tensors) {
   for (const at::Tensor& tensor : tensors) {
     const at::Tensor value = tensor.detach().contiguous();
-    for (const at::Tensor& other : torchamp::detail::gather_all("test", group, value)) {
+    for (const at::Tensor& other : gathered(group, value)) {
       EXPECT_TRUE(at::equal(other, value));
     }
   }

@@ -9,6 +9,8 @@
 
 #include "torchamp/detail/core/runtime/runtime.h"
 
+using torchamp::detail::autocast_devices;  // the types that have autocast
+
 /// Everything of the calling thread that a guard may touch, read from LibTorch and not from
 /// torchamp.
 struct ThreadState {
@@ -20,7 +22,7 @@ struct ThreadState {
 
   ThreadState() {
     at::autocast::decrement_nesting();
-    for (const at::DeviceType device : torchamp::detail::autocast_devices) {
+    for (const at::DeviceType device : autocast_devices) {
       enabled.push_back(at::autocast::is_autocast_enabled(device));
       dtypes.push_back(at::autocast::get_autocast_dtype(device));
     }
@@ -31,8 +33,7 @@ struct ThreadState {
 
 inline std::ostream& operator<<(std::ostream& out, const ThreadState& state) {
   for (std::size_t i = 0; i < state.enabled.size(); ++i) {
-    out << torchamp::detail::autocast_devices[i] << (state.enabled[i] ? " on " : " off ")
-        << state.dtypes[i] << ", ";
+    out << autocast_devices[i] << (state.enabled[i] ? " on " : " off ") << state.dtypes[i] << ", ";
   }
   return out << "cache " << state.cache_enabled << ", nesting " << state.nesting << ", slots "
              << state.slots;

@@ -18,11 +18,11 @@
 #include "simulated_device/device.h"
 #include "support/devices.h"
 #include "support/expect_error.h"
+#include "support/graph_registry.h"
 #include "support/locales.h"
 #include "support/temporary_folder.h"
 #include "support/training_steps.h"
 #include "torchamp/cuda_graph.h"
-#include "torchamp/detail/extras/graph/make_recorder.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/torchamp.h"
 #include "torchamp/training_checkpoint.h"
@@ -341,9 +341,7 @@ TEST(TrainingStep, StepsTheSchedulerWhereTheStepWasNotSkipped) {
 
 TEST(TrainingStep, CapturesIterationsThatGiveWhatEagerOnesDoSimulated) {
   SKIP_WITHOUT(at::kPrivateUse1);
-  if (!torchamp::detail::has_registered_graphs(at::kPrivateUse1)) {
-    GTEST_SKIP() << "this LibTorch has no registry of graphs";
-  }
+  SKIP_WITHOUT_GRAPH_REGISTRY();
   constexpr double rate = 1. / 128;  // one of fp32, as captured steps take it
   Net eager = make_net(at::kPrivateUse1), captured = make_net(at::kPrivateUse1);
   torchamp::FusedAdamW one(eager->parameters(), torch::optim::AdamWOptions(rate));
@@ -383,9 +381,7 @@ TEST(TrainingStep, CapturesIterationsThatGiveWhatEagerOnesDoSimulated) {
 
 TEST(TrainingStep, CapturesIterationsWithMastersSimulated) {
   SKIP_WITHOUT(at::kPrivateUse1);
-  if (!torchamp::detail::has_registered_graphs(at::kPrivateUse1)) {
-    GTEST_SKIP() << "this LibTorch has no registry of graphs";
-  }
+  SKIP_WITHOUT_GRAPH_REGISTRY();
   const auto make = [](auto parameters) {  // a rate of fp32, as captured steps take it
     return std::make_unique<torchamp::FusedAdamW>(std::move(parameters),
                                                   torch::optim::AdamWOptions(1. / 128));
@@ -426,9 +422,7 @@ TEST(TrainingStep, CapturesIterationsWithMastersSimulated) {
 
 TEST(TrainingStep, CapturesAgainAfterTrainAndEvalOfTheModelOrAPartOfItSimulated) {
   SKIP_WITHOUT(at::kPrivateUse1);
-  if (!torchamp::detail::has_registered_graphs(at::kPrivateUse1)) {
-    GTEST_SKIP() << "this LibTorch has no registry of graphs";
-  }
+  SKIP_WITHOUT_GRAPH_REGISTRY();
   constexpr double rate = 1. / 128;
   Net eager = make_net(at::kPrivateUse1), captured = make_net(at::kPrivateUse1);
   torchamp::FusedAdamW one(eager->parameters(), torch::optim::AdamWOptions(rate));
@@ -486,9 +480,7 @@ TEST(TrainingStep, CountsStepsOfADisabledScalerThatMayBeCaptured) {
 
 TEST(TrainingStep, CountsCapturedStepsOfADisabledScalerSimulated) {
   SKIP_WITHOUT(at::kPrivateUse1);
-  if (!torchamp::detail::has_registered_graphs(at::kPrivateUse1)) {
-    GTEST_SKIP() << "this LibTorch has no registry of graphs";
-  }
+  SKIP_WITHOUT_GRAPH_REGISTRY();
   expect_results_of_a_disabled_scaler(at::kPrivateUse1, /*captures=*/true);
   simulated::wait_for_device(0);
 }

@@ -8,9 +8,7 @@
 #include <iostream>
 #include <string>
 
-#include "support/expect_error.h"
 #include "torchamp/autocast.h"
-#include "torchamp/detail/core/autocast/environment.h"
 #include "torchamp/policy_text.h"
 
 namespace {
@@ -88,13 +86,6 @@ TEST_F(Environment, AnFp8RuleInTheFileIsAnErrorThatSaysWhereItBelongs) {
            "Policy::fp8 or load_policy");
   }
   std::remove(path.c_str());
-}
-
-TEST_F(Environment, AFileIsAnErrorThatNamesTheHeaderWhereNoSourceFileReadsPolicies) {
-  EXPECT_ERROR(
-      torchamp::detail::environment_policy("file:some.policy", /*read_file=*/nullptr),
-      "TORCHAMP_POLICY is 'file:some.policy', and this program does not read policy files. "
-      "Include torchamp/policy_text.h");
 }
 
 TEST_F(Environment, ABadValueIsAnErrorAtTheGuard) {
