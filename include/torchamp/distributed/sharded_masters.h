@@ -188,7 +188,7 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
   inline void note_copied() override;
   void check_same_everywhere(const ProcessGroupPtr& group,
                              const detail::BucketLayout& layout) const;
-  void make_pieces();
+  void make_shards();
   void check_stepped(const std::string& call) const;
   at::Tensor gathered(const char* call, std::size_t b, at::ScalarType dtype) const;
 

@@ -31,7 +31,7 @@
 
 namespace torchamp::detail {
 
-// Note [Where the pieces of a weight lie]
+// Note [Where the shards of a weight lie]
 // Every weight is cut, in memory order, into as many shards of equal size as there are processes;
 // the last ones are padded with zeros, by less than one element per process. A bucket of some
 // weights is a vector of one slot per process; a slot holds that process's shards, one weight after
@@ -48,8 +48,8 @@ struct BucketedWeight {
   std::string name;
   std::vector<int64_t> sizes, strides;
   int64_t elements;
-  int64_t piece;           ///< elements of each piece
-  std::size_t bucket = 0;  ///< where its pieces lie,
+  int64_t shard_elements;  ///< of each shard
+  std::size_t bucket = 0;  ///< where its shards lie,
   int64_t offset = 0;      ///< in each slot
 };
 
@@ -101,12 +101,12 @@ class BucketLayout {
     }
     BucketShape& bucket = buckets_[--b];
     const int64_t elements = weight.numel();
-    const int64_t piece = (elements + processes_ - 1) / processes_;
+    const int64_t shard = (elements + processes_ - 1) / processes_;
     bucket.weights.push_back(weights_.size());
-    bucket.is_padded |= piece * processes_ != elements;
+    bucket.is_padded |= shard * processes_ != elements;
     weights_.push_back({std::move(name), weight.sizes().vec(), weight.strides().vec(), elements,
-                        piece, b, bucket.slot});
-    bucket.slot += piece;
+                        shard, b, bucket.slot});
+    bucket.slot += shard;
   }
 
   /// After all are added: moves complete buckets to the front.
@@ -141,14 +141,14 @@ class BucketLayout {
                      const Visit& visit) const {
     const BucketedWeight& weight = weights_[w];
     if (weight.elements == 0) return;
-    const int64_t slot = buckets_[weight.bucket].slot, piece = weight.piece;
-    const int64_t full = weight.elements / piece, rest = weight.elements - full * piece;
+    const int64_t slot = buckets_[weight.bucket].slot, shard = weight.shard_elements;
+    const int64_t full = weight.elements / shard, rest = weight.elements - full * shard;
     const at::Tensor memory = in_memory_order(whole);
-    visit(slots.as_strided({full, piece}, {slot, 1}, slots.storage_offset() + weight.offset),
-          memory.narrow(0, 0, full * piece).view({full, piece}));
+    visit(slots.as_strided({full, shard}, {slot, 1}, slots.storage_offset() + weight.offset),
+          memory.narrow(0, 0, full * shard).view({full, shard}));
     if (rest > 0) {
       visit(slots.narrow(0, full * slot + weight.offset, rest),
-            memory.narrow(0, full * piece, rest));
+            memory.narrow(0, full * shard, rest));
     }
   }
 
@@ -159,10 +159,11 @@ class BucketLayout {
   }
 
   /// Process `rank`'s shard of a tensor laid out as the weight, without the padding; may be empty.
-  at::Tensor piece_of(std::size_t w, int64_t rank, const at::Tensor& whole) const {
+  at::Tensor shard_of(std::size_t w, int64_t rank, const at::Tensor& whole) const {
     const BucketedWeight& weight = weights_[w];
-    const int64_t begin = std::min(rank * weight.piece, weight.elements);
-    return in_memory_order(whole).narrow(0, begin, std::min(weight.piece, weight.elements - begin));
+    const int64_t begin = std::min(rank * weight.shard_elements, weight.elements);
+    return in_memory_order(whole).narrow(0, begin,
+                                         std::min(weight.shard_elements, weight.elements - begin));
   }
 
  private:

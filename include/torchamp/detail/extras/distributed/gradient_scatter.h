@@ -38,16 +38,16 @@ namespace torchamp::detail {
 class GradientScatter final : public GradientBuckets, public UnsentGradients {
  public:
   GradientScatter(BucketLayout layout, c10::intrusive_ptr<c10d::ProcessGroup> group,
-                  std::vector<at::Tensor> parameters, std::vector<at::Tensor> pieces,
+                  std::vector<at::Tensor> parameters, std::vector<at::Tensor> shards,
                   at::ScalarType dtype, bool find_unused)
       : GradientBuckets("ShardedMasterWeights", std::move(group), std::move(layout),
                         std::move(parameters), find_unused),
         dtype_(dtype),
-        pieces_(std::move(pieces)),
-        copied_(pieces_.size()) {}
+        shards_(std::move(shards)),
+        copied_(shards_.size()) {}
 
   /// Records that the model has the values of the shards.
-  void note_copied() { std::ranges::transform(pieces_, copied_.begin(), version_of); }
+  void note_copied() { std::ranges::transform(shards_, copied_.begin(), version_of); }
 
   /// Whether backward sends; otherwise gradients accumulate in place, in fp32.
   bool& sends() { return sends_; }
@@ -58,7 +58,7 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
            });
   }
   void send() override {
-    for (std::size_t w = 0; w < pieces_.size(); ++w) check_copied(w);
+    for (std::size_t w = 0; w < shards_.size(); ++w) check_copied(w);
     has_unsent_ = false;
     run_now(find_unused_);
   }
@@ -90,7 +90,7 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
   bool may_lack(std::size_t w) const override { return !parameters_[w].requires_grad(); }
 
   void check_copied(std::size_t w) const {
-    TORCH_CHECK(version_of(pieces_[w]) == copied_[w], "backward: the weight '", name(w),
+    TORCH_CHECK(version_of(shards_[w]) == copied_[w], "backward: the weight '", name(w),
                 "' was computed with old values: the optimizer has changed its masters since. Call "
                 "ShardedMasterWeights::copy_to_model() after each step, taken or skipped.");
   }
@@ -104,16 +104,16 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
   }
   /// Also zeros for weights without a gradient in buckets with others.
   void take_rest() override {
-    for (std::size_t w = 0; w < pieces_.size(); ++w) {
+    for (std::size_t w = 0; w < shards_.size(); ++w) {
       if (is_ready_[w] || !gradient_of(w).defined()) continue;
       take(w);
       is_ready_[w] = true;
     }
-    for (std::size_t w = 0; w < pieces_.size(); ++w) {
+    for (std::size_t w = 0; w < shards_.size(); ++w) {
       const BucketedWeight& weight = layout_.weights()[w];
       const at::Tensor& slots = buckets_[weight.bucket].sent;
       if (is_ready_[w] || !slots.defined()) continue;
-      slots.view({layout_.processes(), -1}).narrow(1, weight.offset, weight.piece).zero_();
+      slots.view({layout_.processes(), -1}).narrow(1, weight.offset, weight.shard_elements).zero_();
     }
   }
 
@@ -156,28 +156,29 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
 
   void give_back(const std::vector<bool>& is_used) override {
     for (std::size_t b = 0; b < buckets_.size(); ++b) add_up(b);
-    for (std::size_t w = 0; w < pieces_.size(); ++w) {
-      check_split(pieces_[w], [&] { return c10::str("backward: the weight '", name(w), "'"); });
+    for (std::size_t w = 0; w < shards_.size(); ++w) {
+      check_split(shards_[w], [&] { return c10::str("backward: the weight '", name(w), "'"); });
     }
     TensorPairs sums;
-    for (std::size_t w = 0; w < pieces_.size(); ++w) {
+    for (std::size_t w = 0; w < shards_.size(); ++w) {
       if (!is_used[w]) continue;
       const BucketedWeight& weight = layout_.weights()[w];
-      at::Tensor part = sharing(buckets_[weight.bucket].received, weight.offset, weight.piece);
-      at::Tensor& gradient = pieces_[w].mutable_grad();
+      at::Tensor part =
+          sharing(buckets_[weight.bucket].received, weight.offset, weight.shard_elements);
+      at::Tensor& gradient = shards_[w].mutable_grad();
       if (gradient.defined()) {
         sums.add(gradient, std::move(part));
       } else {
         gradient = std::move(part);
-        if (auto* const split = split_of(pieces_[w])) split->note_taken();
+        if (auto* const split = split_of(shards_[w])) split->note_taken();
       }
     }
     sums.accumulate();
   }
 
   at::ScalarType dtype_;  // in which gradients are sent
-  std::vector<at::Tensor> pieces_;
-  std::vector<uint32_t> copied_;  // the versions of the pieces whose values the model has
+  std::vector<at::Tensor> shards_;
+  std::vector<uint32_t> copied_;  // the versions of the shards whose values the model has
   bool sends_ = true;
   bool has_unsent_ = false;  // a pass has left gradients, since one has sent
 };

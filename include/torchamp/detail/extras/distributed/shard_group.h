@@ -101,8 +101,8 @@ class ShardGroup final : public StoredShards {
         ": this optimizer has shards of ShardedMasterWeights, and is not known to treat each "
         "element independently. Use FusedAdam, FusedAdamW, FusedSGD or FusedAdagrad, or LibTorch's "
         "Adam, AdamW, SGD, RMSprop or Adagrad; for others use MasterWeights.");
-    any_parameter(optimizer, [](const at::Tensor& piece) {
-      if (WeightMeta* const meta = weight_meta_of(piece)) meta->has_optimizer = true;
+    any_parameter(optimizer, [](const at::Tensor& shard) {
+      if (WeightMeta* const meta = weight_meta_of(shard)) meta->has_optimizer = true;
       return false;
     });
   }
@@ -120,13 +120,13 @@ class ShardGroup final : public StoredShards {
     const InternalOps internal;
     const bool writes = group_->getRank() == 0;
     visit_kind(optimizer, [&]<class Kind>(Kind kind) {
-      const auto pieces = like(kind, optimizer, /*whole=*/false);
+      const auto sharded = like(kind, optimizer, /*whole=*/false);
       const auto whole = like(kind, optimizer, /*whole=*/true);
       torch::serialize::OutputArchive archive;
       optimizer.save(archive);
       auto written = archive_of(bytes_of(archive));
-      pieces->load(written);
-      for_each_state(kind, *pieces, *whole, [&](const auto& own, void* key, std::size_t w) {
+      sharded->load(written);
+      for_each_state(kind, *sharded, *whole, [&](const auto& own, void* key, std::size_t w) {
         auto state = std::make_unique<typename Kind::State>(own);
         for_each_state_tensor(
             *state, [&](at::Tensor& tensor) { tensor = joined_state(w, tensor, writes); });
@@ -151,19 +151,19 @@ class ShardGroup final : public StoredShards {
     check(optimizer, "TrainingCheckpoint::load");
     const InternalOps internal;
     visit_kind(optimizer, [&]<class Kind>(Kind kind) {
-      const auto pieces = like(kind, optimizer, /*whole=*/false);
+      const auto sharded = like(kind, optimizer, /*whole=*/false);
       const auto whole = like(kind, optimizer, /*whole=*/true);
       load_optimizer(*whole, archive);
       for (std::size_t g = 0; g < whole->param_groups().size(); ++g) {
-        pieces->param_groups()[g].set_options(whole->param_groups()[g].options().clone());
+        sharded->param_groups()[g].set_options(whole->param_groups()[g].options().clone());
       }
-      for_each_state(kind, *whole, *pieces, [&](const auto& all, void* key, std::size_t w) {
+      for_each_state(kind, *whole, *sharded, [&](const auto& all, void* key, std::size_t w) {
         auto state = std::make_unique<typename Kind::State>(all);
         for_each_state_tensor(*state, [&](at::Tensor& tensor) { tensor = own_part(w, tensor); });
-        pieces->state()[key] = std::move(state);
+        sharded->state()[key] = std::move(state);
       });
       torch::serialize::OutputArchive own;
-      pieces->save(own);
+      sharded->save(own);
       auto written = archive_of(bytes_of(own));
       load_optimizer(optimizer, written);
     });
@@ -174,8 +174,8 @@ class ShardGroup final : public StoredShards {
     const BucketedWeight& weight = layout_.weights()[w];
     const at::Tensor laid_out = at::empty_strided(weight.sizes, weight.strides, whole.options());
     laid_out.copy_(whole);
-    const at::Tensor part = layout_.piece_of(w, group_->getRank(), laid_out);
-    at::Tensor padded = at::zeros({weight.piece}, whole.options());
+    const at::Tensor part = layout_.shard_of(w, group_->getRank(), laid_out);
+    at::Tensor padded = at::zeros({weight.shard_elements}, whole.options());
     padded.narrow(0, 0, part.numel()).copy_(part);
     return padded;
   }
@@ -191,17 +191,17 @@ class ShardGroup final : public StoredShards {
     auto result = std::make_shared<typename Kind::Optimizer>(none, defaults);
     for (const auto& group : optimizer.param_groups()) {
       std::vector<at::Tensor> tensors;
-      for (const at::Tensor& piece : group.params()) {
-        tensors.push_back(whole ? at::zeros({}).expand(layout_.weights()[index_of(piece)].sizes)
-                                : piece);
+      for (const at::Tensor& shard : group.params()) {
+        tensors.push_back(whole ? at::zeros({}).expand(layout_.weights()[index_of(shard)].sizes)
+                                : shard);
       }
       result->param_groups().emplace_back(std::move(tensors), group.options().clone());
     }
     return result;
   }
 
-  static std::size_t index_of(const at::Tensor& piece) {
-    const WeightMeta* const meta = weight_meta_of(piece);
+  static std::size_t index_of(const at::Tensor& shard) {
+    const WeightMeta* const meta = weight_meta_of(shard);
     TORCH_CHECK(meta && meta->shards,
                 "it has shards of ShardedMasterWeights and other parameters. Give the others their "
                 "own optimizer.");
@@ -228,8 +228,8 @@ class ShardGroup final : public StoredShards {
   /// The state of a whole weight, in host memory, on process 0.
   at::Tensor joined_state(std::size_t w, const at::Tensor& own, bool writes) const {
     const BucketedWeight& weight = layout_.weights()[w];
-    at::Tensor piece = own.contiguous();
-    const at::Tensor all = all_gathered("save_together", piece);
+    at::Tensor shard = own.contiguous();
+    const at::Tensor all = all_gathered("save_together", shard);
     if (!writes) return own;
     at::Tensor whole =
         at::empty_strided(weight.sizes, weight.strides, own.options().device(at::kCPU));

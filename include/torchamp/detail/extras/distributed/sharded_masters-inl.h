@@ -61,14 +61,14 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
   detail::broadcast(owner_, group, model_->buffers(), 0);
 
   shards_ = std::make_shared<detail::ShardGroup>(std::move(group), std::move(layout));
-  make_pieces();
-  std::vector<at::Tensor> parameters, pieces;
+  make_shards();
+  std::vector<at::Tensor> parameters, shards;
   for (const std::size_t w : by_index_) {
     parameters.push_back(weights_[w].parameter);
-    pieces.push_back(weights_[w].master);
+    shards.push_back(weights_[w].master);
   }
   scatter_ = std::make_shared<detail::GradientScatter>(shards_->layout(), shards_->group(),
-                                                       std::move(parameters), std::move(pieces),
+                                                       std::move(parameters), std::move(shards),
                                                        wire, options_.find_unused_parameters);
   scatter_->hook();
   shards_->unsent = scatter_;
@@ -102,7 +102,7 @@ inline void ShardedMasterWeights::check_same_everywhere(const ProcessGroupPtr& g
   same.check(owner_, group);
 }
 
-inline void ShardedMasterWeights::make_pieces() {
+inline void ShardedMasterWeights::make_shards() {
   const detail::BucketLayout& layout = shards_->layout();
   const int64_t rank = shards_->group()->getRank();
   const auto is_split = [&](const detail::BucketShape& bucket) {
@@ -127,15 +127,15 @@ inline void ShardedMasterWeights::make_pieces() {
     c10::intrusive_ptr<detail::WeightMeta> meta;
     if (is_split(bucket)) {
       // The shard is a part of the model's weight and its padding.
-      const at::Tensor padded =
-          at::zeros({place.piece * layout.processes()}, parameter.options().dtype(bucket.dtype));
+      const at::Tensor padded = at::zeros({place.shard_elements * layout.processes()},
+                                          parameter.options().dtype(bucket.dtype));
       narrow.push_back(detail::sharing(padded, 0, place.sizes, place.strides));
-      weight.master = detail::sharing(padded, rank * place.piece, place.piece);
-      meta = detail::make_split_weight(detail::sharing(share, place.offset, place.piece));
+      weight.master = detail::sharing(padded, rank * place.shard_elements, place.shard_elements);
+      meta = detail::make_split_weight(detail::sharing(share, place.offset, place.shard_elements));
     } else {
       narrow.push_back(
           at::empty_strided(place.sizes, place.strides, parameter.options().dtype(bucket.dtype)));
-      weight.master = detail::sharing(share, place.offset, place.piece);
+      weight.master = detail::sharing(share, place.offset, place.shard_elements);
       meta = c10::make_intrusive<detail::WeightMeta>();
     }
     meta->shards = shards_;
@@ -177,9 +177,9 @@ inline void ShardedMasterWeights::set(const Weight& weight, const at::Tensor& va
     return;
   }
   const at::Tensor wide = detail::empty_fp32_like(parameter).copy_(value);
-  const auto copy_own = [&](const at::Tensor& piece, const at::Tensor& whole) {
-    const auto own = shards_->layout().piece_of(*weight.index, shards_->group()->getRank(), whole);
-    piece.narrow(0, 0, own.numel()).copy_(own);
+  const auto copy_own = [&](const at::Tensor& shard, const at::Tensor& whole) {
+    const auto own = shards_->layout().shard_of(*weight.index, shards_->group()->getRank(), whole);
+    shard.narrow(0, 0, own.numel()).copy_(own);
   };
   if (detail::SplitWeight* const split = weight.split()) {
     const at::Tensor high = at::empty_like(wide, at::kBFloat16);
@@ -273,7 +273,7 @@ inline at::Tensor ShardedMasterWeights::gathered(const char* call, std::size_t b
     for (const std::size_t i : layout.buckets()[b].weights) {
       const detail::BucketedWeight& place = layout.weights()[i];
       const Weight& weight = weights_[by_index_[i]];
-      copies.add(mine.narrow(0, place.offset, place.piece),
+      copies.add(mine.narrow(0, place.offset, place.shard_elements),
                  dtype == at::kFloat ? detail::joined(weight.master, *weight.split())
                                      : weight.master.detach());
     }

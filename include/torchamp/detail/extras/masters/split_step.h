@@ -17,27 +17,27 @@
 
 namespace torchamp::detail {
 
-// Note [Steps by pieces]
-// Split weights, whose masters are put together first, are stepped piece by piece, in buffers that
-// stay in a CPU's cache. A piece holds several small weights or a part of a large one. It ends
-// where a weight does or at a multiple of piece_unit elements, so that ATen's kernels, which round
+// Note [Steps by chunks]
+// Split weights, whose masters are put together first, are stepped chunk by chunk, in buffers that
+// stay in a CPU's cache. A chunk holds several small weights or a part of a large one. It ends
+// where a weight does or at a multiple of chunk_unit elements, so that ATen's kernels, which round
 // the last few elements of a tensor otherwise than the rest, give the values that they would give
 // whole weights.
 
 /// Where a parameter is cut: a multiple of what a kernel takes in one vector or one block.
-inline constexpr int64_t piece_unit = 1 << 12;
+inline constexpr int64_t chunk_unit = 1 << 12;
 
-/// The list of what an empty piece steps: kernels step fp32 weights, so masters are put together,
+/// The list of what an empty chunk steps: kernels step fp32 weights, so masters are put together,
 /// stepped and split.
-inline StepList empty_piece(const StepList& list) {
-  StepList piece = list.emptied();
-  piece.dtype = at::kFloat;
-  return piece;
+inline StepList empty_chunk(const StepList& list) {
+  StepList chunk_list = list.emptied();
+  chunk_list.dtype = at::kFloat;
+  return chunk_list;
 }
 
-/// How many elements a piece of `list` has at most: few enough for a CPU's cache, enough to keep a
+/// How many elements a chunk of `list` has at most: few enough for a CPU's cache, enough to keep a
 /// device busy.
-inline int64_t split_piece_elements(const StepList& list) {
+inline int64_t split_chunk_elements(const StepList& list) {
   int64_t elements = 0, largest = 0;
   for (const at::Tensor& param : list.params) {
     elements += param.numel();
@@ -65,43 +65,43 @@ class SplitStep final : public StepMethod {
   }
 
   at::Tensor buffer(const StepList& list) const override {
-    return list.scalars->buffer(at::kFloat, split_piece_elements(list));
+    return list.scalars->buffer(at::kFloat, split_chunk_elements(list));
   }
 
   void step(KernelStep kernel, const StepList& list) const override {
-    const int64_t most = split_piece_elements(list);
+    const int64_t most = split_chunk_elements(list);
     const at::Tensor masters = part_of(list.buffer, 0, most);
     SplitRuns runs(list.device);
-    StepList piece = empty_piece(list);
+    StepList chunk_list = empty_chunk(list);
     int64_t room = most;
     const auto add = [&](std::size_t i, int64_t begin, int64_t size) {
       const auto part = [&](const at::Tensor& tensor) { return part_of(tensor, begin, size); };
       runs.add(part(list.params[i]), part(split_of(list.params[i])->low));
-      piece.add_beside_param(list, i, part);
+      chunk_list.add_beside_param(list, i, part);
       room -= size;
     };
-    const auto step_piece = [&] {
+    const auto step_chunk = [&] {
       if (room == most) return;
-      piece.params = runs.join(masters);
-      kernel(piece, *list.scalars);
+      chunk_list.params = runs.join(masters);
+      kernel(chunk_list, *list.scalars);
       runs.split(masters, SplitNaNs::usual, list.scalars->found_inf());
       runs = SplitRuns(list.device);
-      piece = empty_piece(list);
+      chunk_list = empty_chunk(list);
       room = most;
     };
 
     for (std::size_t i = 0; i < list.params.size(); ++i) {
       const int64_t size = list.params[i].numel();
-      if (!list.takes_parts && room < size) step_piece();
+      if (!list.takes_parts && room < size) step_chunk();
       for (int64_t begin = 0; begin < size;) {
         int64_t part = std::min(size - begin, room);
-        if (part < size - begin) part -= part % piece_unit;
+        if (part < size - begin) part -= part % chunk_unit;
         if (part > 0) add(i, begin, part);
         begin += part;
-        if (begin < size || room == 0) step_piece();
+        if (begin < size || room == 0) step_chunk();
       }
     }
-    step_piece();
+    step_chunk();
   }
 
   void note_stepped(const at::Tensor& weight) const override {
