@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace support {
@@ -69,6 +70,34 @@ OpCounts count_ops(const Body& body) {
   const OpCount count;
   body();
   return count.result();
+}
+
+inline std::int64_t sum_of(const OpCounts& counts) {
+  std::int64_t sum = 0;
+  for (const auto& [name, count] : counts) sum += count;
+  return sum;
+}
+
+/// Ops that compute nothing: the languages' own ways to take parts of tensors, and the first
+/// gradient's memory.
+inline bool computes(const std::string& op) {
+  return op != "aten::empty" && op != "aten::empty_strided" && op != "aten::narrow" &&
+         op != "aten::broadcast_tensors";
+}
+
+/// "aten::add_ 73 (0)": of which ops that compute there are more in one than in the other. Empty:
+/// of none.
+inline std::string difference(const OpCounts& ours, const OpCounts& python) {
+  std::map<std::string, std::pair<std::int64_t, std::int64_t>> both;
+  for (const auto& [name, count] : ours) both[name].first = count;
+  for (const auto& [name, count] : python) both[name].second = count;
+  std::string text;
+  for (const auto& [name, count] : both) {
+    if (count.first == count.second || !computes(name)) continue;
+    text += (text.empty() ? "" : ", ") + name + " " + std::to_string(count.first) + " (" +
+            std::to_string(count.second) + ")";
+  }
+  return text;
 }
 
 }  // namespace support

@@ -2,12 +2,14 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/TensorImpl.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
 #include <algorithm>
 #include <concepts>
 #include <memory>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -47,7 +49,8 @@ class SeenModels {
     }
   }
 
-  void add(const at::Tensor& tensor) {
+  void add(const at::Tensor& tensor) {  // once: an optimizer's parameters are the models', too
+    if (!known_.insert(tensor.unsafeGetTensorImpl()).second) return;
     tensors_.push_back({tensor, address_of(tensor), tensor.requires_grad()});
   }
 
@@ -78,6 +81,7 @@ class SeenModels {
 
   std::vector<std::pair<std::shared_ptr<torch::nn::Module>, bool>> modes_;
   std::vector<SeenMemory> tensors_;
+  std::unordered_set<const c10::TensorImpl*> known_;  // of tensors_, which keep them
 };
 
 }  // namespace torchamp::detail
