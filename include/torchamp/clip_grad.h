@@ -119,7 +119,7 @@ inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor
 // A norm of a positive order, and the divisor made from it, is not finite if a gradient is not. So
 // if a clip is left to a step of a GradScaler, the scaler checks these two numbers instead
 // of the gradients. On the host it also checks the gradients if the number is not finite: there a
-// step is taken whenever all gradients are finite.
+// step is taken whenever all gradients are finite. See find_infs in detail/core/scaler/step-inl.h.
 
 /// `scale`: that of the gradients; undefined for 1.
 inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor& scale,

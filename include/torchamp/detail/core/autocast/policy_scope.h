@@ -15,8 +15,8 @@
 
 namespace torchamp::detail {
 
-/// A level of the calling thread's autocast nesting. LibTorch counts the levels; at the end of the
-/// outermost its cache of casts is cleared.
+/// A level of the calling thread's autocast nesting. LibTorch counts the levels; whoever ends the
+/// outermost clears its cache of casts, here AutocastRegion::restore.
 class Nesting {
  public:
   /// Opens the level, and returns its depth: 1 for the outermost.

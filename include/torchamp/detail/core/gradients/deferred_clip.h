@@ -141,7 +141,7 @@ class DeferredClip {
 /// What the step of a scaler divides gradients by: the scale times what a clip has deferred.
 struct StepDivisor {
   at::Tensor grad_scale{};  ///< the product; undefined if the gradients are unscaled
-  Divisor clip{};           ///< the clip's part; undefined if the step is still to multiply it in
+  Divisor clip{};           ///< the clip's part; undefined if there is none, or the step multiplies
 };
 
 /// An optimizer whose step divides by what clips have left to it, and steps weights by their

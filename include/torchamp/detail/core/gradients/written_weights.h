@@ -45,7 +45,7 @@ class DropWeightCasts {
     at::autocast::clear_cache();
     const WeightsWritten tell = find_weights_written();
     if (tell == nullptr) return;
-    tell({});
+    tell({});  // no weights in particular: a step ends what is cached until the next one
     if (optimizer_ == nullptr) return;
     for (const auto& group : optimizer_->param_groups()) tell(group.params());
   }

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// What a fused step reads on its device: the divisor, found_inf, the step counters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -55,8 +56,8 @@ class DeviceScalars : public StepScalars {
     counters_.push_back(std::move(counter));
   }
 
-  /// Memory for a step by chunks, until end(). Lists of one dtype, which are stepped one after the
-  /// other, share it.
+  /// Memory for a step by chunks, until forget_step(). Lists of one dtype, which are stepped one
+  /// after the other, share it.
   at::Tensor buffer(at::ScalarType dtype, int64_t elements) {
     for (const at::Tensor& buffer : buffers_) {
       if (buffer.scalar_type() == dtype && buffer.numel() >= elements) {

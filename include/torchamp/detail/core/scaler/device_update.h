@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// The next scale on a device, without a read of it.
 #pragma once
 
 #include <ATen/TensorOperators.h>

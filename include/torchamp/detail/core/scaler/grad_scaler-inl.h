@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// The members of GradScaler: scale, unscale_, step, update.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// Orders of calls that train wrongly: what a scaler hears in an iteration, and warns of.
 #pragma once
 
 #include <ATen/core/Tensor.h>

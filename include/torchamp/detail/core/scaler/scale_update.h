@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// The formula of the next scale, for numbers of the host and for tensors.
 #pragma once
 
 #include <ATen/TensorOperators.h>

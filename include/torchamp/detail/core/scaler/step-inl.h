@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// What step does before an optimizer steps: unscales or divides later, and finds infs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -240,8 +241,7 @@ inline StepDivisor prepare_gradients(torch::optim::Optimizer& optimizer, bool fu
   return {};
 }
 
-// ---- What processes have found
-// ---------------------------------------------------------------------
+// ---- What processes have found ------------------------------------------------------------------
 
 /// Whether other processes have a say.
 inline bool has_others(const OptimizerState& state, const GradScalerOptions& options) {

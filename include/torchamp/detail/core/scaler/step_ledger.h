@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// What each optimizer of a scaler has done in the iteration.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// Lists of tensors that are copied pair by pair.
 #pragma once
 
 #include <ATen/core/Tensor.h>
