@@ -53,7 +53,7 @@ inline const std::vector<ModelEntry>& all_models() {
       model_entry<FeedForward>("feed_forward", "Feed-forward", {40, 10, 100}, "nothing"),
       model_entry<UNet>("unet", "UNet", {4, 2, 8}, "5 to 30 %"),
       model_entry<Bert>("bert", "BERT", {20, 2, 8}, "50 to 60 %"),
-      model_entry<GptWorkload>("gpt", "GPT", {10, 2, 4}),
+      model_entry<GptWorkload>("gpt", "GPT", {10, 2, 16}),
       model_entry<Yolo>("yolo", "YOLO", {4, 2, 2}),  // of four batches each
       model_entry<Checkerboard>("checkerboard", "Checkerboard", {40, 4, 10}),
       model_entry<GptGeneration<false>>("gpt_generation", "GPT, generating", {1, 1, 2}),
