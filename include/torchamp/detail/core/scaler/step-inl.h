@@ -90,7 +90,7 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
   if (rule) amax = rule->check_and_measure(batches, scale.scale(), found_inf);
   multiply_and_check(
       batches, [&](at::Device device) { return scale.inverse(device); }, found_inf);
-  if (clip.defined()) {
+  if (clip.defined()) {  // and need not show what is not finite, which was looked for here
     keep_deferred(*deferred, optimizer,
                   {.number = clip.number, .may_be_infinite = clip.may_be_infinite});
   }
