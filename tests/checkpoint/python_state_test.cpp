@@ -8,7 +8,7 @@
 #include <torch/csrc/jit/serialization/pickle.h>
 #include <torch/csrc/jit/serialization/pickler.h>
 #include <torch/torch.h>
-#include <torchamp/grad_scaler.h>
+#include <torchamp/torchamp.h>
 
 #include <cerrno>
 #include <cmath>
