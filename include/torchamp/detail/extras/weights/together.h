@@ -46,6 +46,9 @@ namespace torchamp::detail {
 // cast of an empty tensor of the thread's. So whatever clears it drops them, and they are found
 // again only by the thread that made them. Within a capture the casts are part of the graph.
 //
+// A chunk's gradients arrive at the weights when the last of them has come, so later than by nodes
+// of their own. Where two others are added to a weight's gradient, the order of the sum may differ.
+//
 // A chunk's node is reached in backward if any of its casts is, and then passes undefined gradients
 // to the weights whose casts are not. Without hooks LibTorch ignores these; so weights with hooks
 // have nodes of their own.
