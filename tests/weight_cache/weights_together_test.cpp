@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "support/call_counter.h"
+#include "support/host_allocation_limit.h"
 #include "support/memory_meter.h"
 #include "support/weight_caches.h"
 #include "torchamp/autocast.h"
@@ -425,6 +426,23 @@ TEST_F(WeightsTogether, SurviveAnError) {
       (void)net(torch::randn({4, 7}));
     });
     expect_same(run(WeightCache::together, function, input, net.parameters), expected, "after");
+  }
+}
+
+TEST_F(WeightsTogether, AreStillCastTogetherAfterALackOfMemory) {
+  const Layers net(6);
+  const auto input = torch::randn({4, 8}).to(at::kBFloat16);
+  const at::NoGradGuard no_grad;
+  for (int i = 0; i < 4; ++i) {
+    if (i > 0) {
+      const HostAllocationLimit limit(5);
+      const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+      EXPECT_THROW((void)net(input), c10::OutOfMemoryError);
+    }
+    const CallCounter ops;
+    const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+    (void)net(input);
+    EXPECT_EQ(ops.called_anywhere("aten::_to_copy"), i == 0 ? 12 : 0) << i;
   }
 }
 

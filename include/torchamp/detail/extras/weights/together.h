@@ -265,10 +265,9 @@ class CastPool final : public c10::BackendMeta {
     if (place == chunks_.by_first.end()) return false;
     const std::shared_ptr<CastChunk> known = place->second;
     if (known == open_) return false;
-    if (known->cast_in != number_) {
+    const bool is_first_time = known->cast_in != number_;
+    if (is_first_time) {
       std::erase_if(known->members, [](const auto& member) { return !member.is_used; });
-      for (auto& member : known->members) member.is_used = false;
-      known->cast_in = number_;
     }
     std::vector<WeightUse> uses;
     std::vector<std::size_t> members;
@@ -289,6 +288,10 @@ class CastPool final : public c10::BackendMeta {
     if (!has_first || uses.size() < 2) return false;
     open_.reset();
     Tensors casts = cast_all(uses, dtype);
+    if (is_first_time) {  // after what can fail: the first weight is a member, come what may
+      for (auto& member : known->members) member.is_used = false;
+      known->cast_in = number_;
+    }
     for (std::size_t i = 0; i < uses.size(); ++i) {
       put(uses[i], std::move(casts[i]), known, members[i]);
     }
