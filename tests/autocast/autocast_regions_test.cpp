@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What a region sets, restores and hands on: nested, ended out of order, by another thread.
 #include <ATen/ATen.h>
+#include <ATen/ThreadLocalState.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -161,6 +162,29 @@ TEST(AutocastGuard, AGuardLikeTheLastHidesNothingThatOthersLookAt) {
   const AutocastGuard like_the_last(at::kCPU);
   const at::Tensor tensor = at::ones({16});
   EXPECT_EQ(meter.bytes(), 64);
+}
+
+TEST(AutocastGuard, ASavedStateKeepsItsPolicyWhileAGuardLikeItsOwnBeginsAndEnds) {
+  std::optional<at::ThreadLocalState> saved;
+  {
+    const AutocastGuard autocast(at::kCPU);
+    saved.emplace();
+  }
+  const auto dtype_in_saved = [&saved] {
+    at::ScalarType dtype = at::kByte;
+    std::thread([&] {
+      const at::ThreadLocalStateGuard as_saved(*saved);
+      dtype = add_dtype(at::kBFloat16);
+    }).join();
+    return dtype;
+  };
+  {
+    const AutocastGuard like_the_last(at::kCPU);
+    EXPECT_EQ(dtype_in_saved(), at::kFloat);
+    EXPECT_EQ(add_dtype(at::kBFloat16), at::kFloat);
+  }
+  EXPECT_EQ(dtype_in_saved(), at::kFloat);
+  EXPECT_EQ(add_dtype(at::kBFloat16), at::kBFloat16);
 }
 
 TEST(AutocastGuard, ItsEndLetsGoOfWhatItsPolicysPredicatesHold) {

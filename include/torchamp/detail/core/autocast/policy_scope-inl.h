@@ -18,33 +18,34 @@ namespace torchamp::detail {
 
 // Note [Guards without allocations]
 // What an outermost guard puts into its thread's slot is mostly what the thread's last one has put
-// there, and nobody else holds any more. So it is kept for the thread's next guard, which takes 150
-// ns instead of 280, unless an extra has a part in it, or the policy has predicates: what they hold
-// is not to live longer than the program wants.
+// there. So it is kept for the thread's next guard, which takes 150 ns instead of 280, unless an
+// extra has a part in it, or the policy has predicates: what they hold is not to live longer than
+// the program wants.
 
 /// What the calling thread's last outermost guard has left behind, or nothing.
 class SparePolicy {
  public:
-  /// To be moved from; null if there is nothing that may be put into the slot again. Its node has
-  /// nothing below it, and knows of no backward pass: so the thread's list of slots is empty (a
-  /// profiler's would be hidden), and the thread works for none.
+  /// To be moved from; null if there is nothing that may be put into the slot again.
   static PolicyInSlot* find() {
     PolicyInSlot* const spare = of_this_thread();
-    if (spare == nullptr || !spare->is_unshared()) return nullptr;
+    if (spare == nullptr || spare->node == nullptr) return nullptr;
+    // The node has none below it, so it would hide slots that the thread has, a profiler's say.
     if (c10::ThreadLocalDebugInfo::current() != nullptr) return nullptr;
+    // In a backward pass a scope's policy is a copy with its number: see for_this_backward_pass().
     return this_backward_pass() == ThreadPolicy::no_backward_pass ? spare : nullptr;
   }
 
   /// Keeps what an outermost scope has put into the slot, if another guard may want it.
   static void keep(PolicyInSlot&& last) {
     PolicyInSlot* const spare = of_this_thread();
-    if (spare != nullptr && is_of_use(*last.policy) && last.is_unshared()) *spare = std::move(last);
+    if (spare != nullptr && is_of_use(*last.policy)) *spare = std::move(last);
   }
 
  private:
   static bool is_of_use(const ThreadPolicy& policy) {
     const bool is_extras = policy.op_rule_usage || policy.guards || policy.keep.region != 0;
-    if (!policy.is_in_guard || policy.outside || is_extras) return false;
+    const bool is_of_backward = policy.backward_pass != ThreadPolicy::no_backward_pass;
+    if (!policy.is_in_guard || is_of_backward || is_extras) return false;
     for (const Edit& edit : policy.inherited->edits) {
       if (edit.when.predicate) return false;
     }
@@ -53,7 +54,7 @@ class SparePolicy {
 
   /// Null after the thread's has been destroyed: guards in destructors that run then have none.
   static PolicyInSlot* of_this_thread() {
-    static thread_local bool is_over = false;
+    static thread_local bool is_over = false;  // has no destructor: may be read until the end
     struct OfThread : PolicyInSlot {
       ~OfThread() { is_over = true; }
     };
@@ -72,6 +73,8 @@ TORCHAMP_BODY PolicyScope::PolicyScope(std::shared_ptr<const ThreadPolicy> polic
   scripts_outside_ = ScriptSwitch::begin_scope(outer, policy_.get());
 }
 
+// As the other constructor, with a node that is there already. The thread has no slots, as find()
+// has seen: so before_ stays null, and there is no policy around.
 TORCHAMP_BODY PolicyScope::PolicyScope(PolicyInSlot&& spare)
     : policy_(std::move(spare.policy)), ours_(spare.node.get()) {
   c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(spare.node));
@@ -96,7 +99,7 @@ TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
 TORCHAMP_BODY void PolicyScope::end() noexcept {
   auto top = c10::ThreadLocalDebugInfo::current();
   const bool is_on_top = top.get() == ours_;
-  const bool is_outermost = is_on_top && before_ == nullptr;
+  const bool is_outermost = is_on_top && before_ == nullptr;  // leaves the thread without slots
   if (!is_on_top) {
     try {
       end_below_others();
@@ -117,8 +120,9 @@ struct ThreadSlot {
   std::shared_ptr<c10::DebugInfoBase> info;
 };
 
-/// Takes the calling thread's uppermost slot away. Nothing if its kind is none of the known ones:
-/// LibTorch does not tell the kind, and refuses a wrong one.
+/// Takes the calling thread's uppermost slot away. LibTorch does not tell its kind, and _pop()
+/// throws if it is not the given one, before it changes anything: so all known kinds are tried.
+/// Nothing if it is none of these: the slot stays.
 TORCHAMP_RARE inline std::optional<ThreadSlot> pop_slot() {
   using Kind = c10::DebugInfoKind;
   for (const Kind kind :
@@ -134,8 +138,8 @@ TORCHAMP_RARE inline std::optional<ThreadSlot> pop_slot() {
 }
 
 // Note [Slots pushed inside a scope]
-// LibTorch keeps a thread's slots as a stack. A profiler that is started inside a scope and
-// outlives it has its slot above ours, which is lifted off, and put back on what was below us.
+// A profiler that is started inside a scope and outlives it has its slot above ours. Its node has a
+// share in ours, so it is taken off, and a new node with the same slot is put on what was below us.
 // Where ours is not there, what lies above belongs to a state that has been left, and is dropped.
 TORCHAMP_COLD void PolicyScope::end_below_others() {
   using Info = c10::ThreadLocalDebugInfo;

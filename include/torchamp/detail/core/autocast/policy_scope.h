@@ -5,7 +5,6 @@
 #include <ATen/autocast_mode.h>
 #include <c10/util/ThreadLocalDebugInfo.h>
 
-#include <atomic>
 #include <memory>
 #include <thread>
 
@@ -57,21 +56,23 @@ class Nesting {
   int number_ = 0;  // of this one among the guards
 };
 
-/// A policy, and the node of LibTorch's list of slots that has it already. Both are there, or none.
+// Note [A thread's slots]
+// LibTorch keeps a thread's slots as a list, c10::ThreadLocalDebugInfo. A node has one slot and a
+// share in the node below it, and is not changed after it was made; the thread has the uppermost
+// one. _push() puts a new node on top; _forceCurrentDebugInfo() gives the thread another uppermost
+// one. So a scope ends by giving back the node that was uppermost at its begin. Saved states and
+// other threads that have a share in our node keep it, and the policy in it, for as long as they
+// want.
+
+/// A policy, and a node that has it, with none below. Both are there, or none. Neither is changed
+/// any more, so it does not matter who else has a share in them.
 struct PolicyInSlot {
   std::shared_ptr<const ThreadPolicy> policy;
   std::shared_ptr<c10::ThreadLocalDebugInfo> node;
-
-  /// Whether both are there, and nobody else has a share in them.
-  bool is_unshared() const {
-    constexpr long ours_and_the_nodes = 2;
-    if (node.use_count() != 1 || policy.use_count() != ours_and_the_nodes) return false;
-    std::atomic_thread_fence(std::memory_order_acquire);  // after those who had a share
-    return true;
-  }
 };
 
-/// Puts a ThreadPolicy into the calling thread's slot, and takes it out again.
+/// Puts a ThreadPolicy into the calling thread's slot, and takes it out again: see Note [A thread's
+/// slots].
 class PolicyScope {
  public:
   /// Null: the slot stays as it is.
@@ -92,7 +93,7 @@ class PolicyScope {
   void end_below_others();
 
   std::shared_ptr<const ThreadPolicy> policy_;
-  std::shared_ptr<c10::ThreadLocalDebugInfo> before_;  // LibTorch's list of slots, without ours
+  std::shared_ptr<c10::ThreadLocalDebugInfo> before_;  // the thread's uppermost node before ours
   const c10::ThreadLocalDebugInfo* ours_ = nullptr;    // null: nothing was pushed, or it has ended
   bool scripts_outside_ = true;                        // see ScriptSwitch
   std::thread::id thread_ = std::this_thread::get_id();
