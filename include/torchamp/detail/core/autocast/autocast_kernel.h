@@ -29,7 +29,9 @@
 #include "torchamp/ops.h"
 
 #if TORCHAMP_LIBTORCH < 209
-/// LibTorch befriends all classes of this template, and no other that could ask for a kernel.
+/// Gives an op's kernel, which LibTorch has no public function for before 2.9. An OperatorHandle
+/// befriends all classes of this template, so this one, which LibTorch itself never names, may read
+/// its private operatorDef_. To go with the support of 2.8.
 template <>
 class c10::TypedOperatorHandle<struct TorchampKernelLookup> {
  public:
@@ -53,6 +55,14 @@ inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey ke
   return c10::TypedOperatorHandle<TorchampKernelLookup>::kernel(op, key);
 }
 #endif
+
+/// The op's kernel under the device's autocast key, if it has one: LibTorch's, as long as
+/// torchamp's is not registered, afterwards torchamp's.
+inline std::optional<NativeKernel> registered_kernel(const c10::OperatorHandle& op,
+                                                     at::DeviceType device) {
+  if (!has_autocast_kernel(op, device)) return std::nullopt;
+  return kernel_of(op, autocast_key(device));
+}
 
 /// Whether LibTorch's own kernel for the device casts the op's arguments to 16 bits.
 inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device) {
@@ -79,17 +89,18 @@ inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device
 // whichever state they were first run in, while other threads keep the JIT's casts.
 class AutocastKernel final : public c10::OperatorKernel {
  public:
-  AutocastKernel(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device)
-      : index_(index),
+  /// `native`: LibTorch's kernel, which this one is to replace, if there is one.
+  AutocastKernel(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device,
+                 std::optional<NativeKernel> native)
+      : native_(std::move(native)),
+        index_(index),
         device_(device),
         device_index_(device_index(device, "AutocastKernel")),
         key_(autocast_key(device)),
         after_(c10::DispatchKeySet::FULL_AFTER, key_),
         argument_count_(op.schema().arguments().size()),
         adds_gradients_(adds_gradients(op.operator_name())),
-        is_script_cast_(op.operator_name().name.starts_with("aten::_autocast_to_")) {
-    if (has_autocast_kernel(op, device)) native_.emplace(kernel_of(op, key_));
-  }
+        is_script_cast_(op.operator_name().name.starts_with("aten::_autocast_to_")) {}
   ~AutocastKernel() override { delete facts_.load(std::memory_order_relaxed); }
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
@@ -148,10 +159,11 @@ class AutocastKernel final : public c10::OperatorKernel {
     }
   }
 
-  /// Whether the thread's policy decides of a call: not where there is none or the device's region
-  /// is disabled, nor where autograd adds up gradients, see Note [Sums of gradients].
+  /// Whether the thread's policy decides of a call.
   bool follows_policy(const ThreadPolicy* of_thread) const {
-    if (of_thread == nullptr || of_thread->in_force[device_index_] == nullptr) return false;
+    if (of_thread == nullptr) return false;
+    if (of_thread->in_force[device_index_] == nullptr) return false;  // a disabled region
+    // `add` may be called by autograd itself, for a sum of gradients.
     return !adds_gradients_ || !leaves_sums_alone(*of_thread);
   }
 
@@ -233,28 +245,30 @@ class AutocastKernel final : public c10::OperatorKernel {
 };
 
 /// Makes sure that torchamp's kernel of the op for the device is registered, and returns its index
-/// in the KernelRules.
+/// in the KernelRules. All libraries of the process share the map of kernels, and each registers
+/// only with its lock: so an op gets one kernel of torchamp's, whichever library asks first.
 inline std::size_t register_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
   SharedRuntime& runtime = shared_runtime();
   auto& kernels = runtime.kernels[device_index(device, "register_kernel")];
   const std::scoped_lock lock(runtime.mutex);
-  const std::size_t index = kernels.size();
-  const auto [kernel, is_new] =
-      kernels.try_emplace(op.operator_name(), KnownKernel{index, has_autocast_kernel(op, device)});
-  if (!is_new) return kernel->second.index;
-  try {
-    const NoWarning of_any_text("");  // LibTorch warns of kernels that replace others
-    // Never destroyed: its end would take the kernel away. (A torch::Library would parse the name,
-    // which takes longer than all else that the first guard does for an op.)
-    new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
-        op.operator_name(), autocast_key(device),
-        c10::KernelFunction::makeFromBoxedFunctor(
-            std::make_unique<AutocastKernel>(op, index, device)),
-        std::nullopt, nullptr, "torchamp kernel"));
-  } catch (...) {
-    kernels.erase(kernel);
-    throw;
+  if (const auto known = kernels.find(op.operator_name()); known != kernels.end()) {
+    return known->second.index;
   }
+  const std::size_t index = kernels.size();
+  // The dispatcher has none of torchamp's yet, so what it has is LibTorch's.
+  std::optional<NativeKernel> native = registered_kernel(op, device);
+  const bool has_native = native.has_value();
+  const NoWarning of_any_text("");  // LibTorch warns of kernels that replace others
+  // (A torch::Library would parse the name, which takes longer than all else that the first guard
+  // does for an op.)
+  auto registration =
+      std::make_unique<c10::RegistrationHandleRAII>(c10::Dispatcher::singleton().registerImpl(
+          op.operator_name(), autocast_key(device),
+          c10::KernelFunction::makeFromBoxedFunctor(
+              std::make_unique<AutocastKernel>(op, index, device, std::move(native))),
+          std::nullopt, nullptr, "torchamp kernel"));
+  kernels.emplace(op.operator_name(), KnownKernel{index, has_native});
+  (void)registration.release();  // never destroyed: its end would take the kernel away
   return index;
 }
 
