@@ -127,12 +127,17 @@ TORCHAMP_BODY RegionState resolve(at::DeviceType device, const AutocastOptions& 
 
 // ---- A region -----------------------------------------------------------------------------------
 
-/// Whether a region whose policy is that around it has to push it all the same.
+/// Whether a region whose policy is that around it has to push it all the same, for what a
+/// PolicyScope of this thread does beyond that.
 inline bool must_push_again(const RegionState& inside) {
   if (!inside.autocast.enabled) return false;
-  const bool holds_for_scripts = ScriptSwitch::has_scope();       // not yet where it was taken over
-  const bool holds_for_sums = !leaves_sums_alone(*inside.outer);  // see Note [Sums of gradients]
-  return !holds_for_scripts || !holds_for_sums;
+  // LibTorch has carried the policy here from another thread, but not the JIT's switch, which a
+  // scope sets: see Note [Who carries the policy to other threads].
+  const bool has_no_scope_here = !ScriptSwitch::has_scope();
+  // The policy is from outside of the backward pass that the thread works for, so the region's
+  // additions would pass for autograd's. A scope records the pass: see Note [Sums of gradients].
+  const bool is_outside_backward = leaves_sums_alone(*inside.outer);
+  return has_no_scope_here || is_outside_backward;
 }
 
 /// What the thread's last guard has left behind, if the region may use it; null if not.

@@ -79,7 +79,8 @@ class RegionListeners {
     if (kept != nullptr) inner.keep.region = kept_region_ = kept->begin_region();
   }
 
-  /// The region ends, and its cache of casts has been cleared.
+  /// The region ends. LibTorch's cache of casts has been cleared, if this guard's end clears it:
+  /// see AutocastRegion::restore.
   void end_kept_region() const {
     if (kept_region_ != 0) kept_weights()->end_region(kept_region_);
   }

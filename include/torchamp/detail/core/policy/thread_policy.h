@@ -100,7 +100,9 @@ inline bool adds_gradients(const c10::OperatorName& op) {
   return op.name == "aten::add" && op.overload_name == "Tensor";
 }
 
-/// Whether what is added now is left to LibTorch: see Note [Sums of gradients].
+/// Whether what is added now under the policy may be autograd's own sum, which is left to LibTorch:
+/// the thread works for a backward pass, and no PolicyScope has put the policy in force within that
+/// pass. See Note [Sums of gradients].
 inline bool leaves_sums_alone(const ThreadPolicy& policy) {
   const int pass = this_backward_pass();
   return pass != ThreadPolicy::no_backward_pass && pass != policy.backward_pass;
