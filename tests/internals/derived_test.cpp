@@ -9,6 +9,7 @@
 #include <memory>
 #include <optional>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "support/leaf.h"
@@ -227,6 +228,18 @@ TEST(DerivedWeights, KeepsAsLongAsWasAsked) {
   EXPECT_EQ(store.counts().bytes, 4);
   store.clear();
   EXPECT_EQ(store.counts().bytes, 0);
+}
+
+TEST(DerivedWeights, KeepsForEachRegionThatIsOpenHoweverManyThereAre) {
+  Doubled doubled;
+  std::vector<std::pair<std::uint64_t, at::Tensor>> regions;
+  for (int i = 0; i < 300; ++i) regions.emplace_back(doubled.store.begin_region(), leaf({1}));
+  for (const auto& [region, weight] : regions) {
+    doubled.of(weight, {WeightKeep::Until::region_ends, region});
+  }
+  EXPECT_EQ(doubled.store.counts().bytes, 300 * 4);
+  for (const auto& [region, weight] : regions) doubled.store.end_region(region);
+  EXPECT_TRUE(doubled.store.is_empty());
 }
 
 TEST(DerivedWeights, KeepsAndFindsNothingWhileSuspended) {

@@ -11,7 +11,6 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <limits>
 #include <map>
 #include <memory>
@@ -126,18 +125,18 @@ class DerivedWeights final : public KeptWeights {
     for (auto& [owner, entry] : entries_) entry.is_stale = true;
   }
   std::uint64_t begin_region() override {
-    // Threads number their own regions: with a common counter they would wait for each other.
-    static thread_local std::uint64_t region = threads_++ % most_threads;
-    region += most_threads;
-    slot_of(region).store(region, std::memory_order_relaxed);
-    return region;
+    const std::scoped_lock lock(mutex_);
+    open_regions_.insert(++regions_);
+    return regions_;
   }
   void end_region(std::uint64_t region) override {
-    std::atomic<std::uint64_t>& slot = slot_of(region);
-    if (slot.load(std::memory_order_relaxed) == region) slot.store(0, std::memory_order_relaxed);
-    drop_if([region](const Entry& entry) {
+    Entries dropped;
+    const std::scoped_lock lock(mutex_);
+    open_regions_.erase(region);
+    const auto is_of_region = [region](const Entry& entry) {
       return entry.keep.until == WeightKeep::Until::region_ends && entry.keep.region == region;
-    });
+    };
+    drop_if(is_of_region, dropped);
   }
   /// Drops what was kept until weights step.
   void end_window() {
@@ -216,16 +215,9 @@ class DerivedWeights final : public KeptWeights {
   };
   using Entries = std::multimap<const c10::TensorImpl*, Entry>;  // by owner_of() the weight
 
-  // A region's number is most_threads times the count of regions of its thread, plus the thread's
-  // number. A thread's last two have their own slots. Of two open regions that share a slot, one
-  // may be taken for ended: then nothing is stored for it.
-  static constexpr std::uint64_t most_threads = 1 << 24;
-  std::atomic<std::uint64_t>& slot_of(std::uint64_t region) {
-    const std::uint64_t thread = region % most_threads, begun = region / most_threads;
-    return open_regions_[(2 * thread + begun % 2) % std::size(open_regions_)];
-  }
-  bool is_over(WeightKeep keep) {
-    return keep.until == WeightKeep::Until::region_ends && slot_of(keep.region) != keep.region;
+  /// Whether the time is over for which something is to be kept. With the lock.
+  bool is_over(WeightKeep keep) const {
+    return keep.until == WeightKeep::Until::region_ends && !open_regions_.contains(keep.region);
   }
 
   Entries::iterator place_of(const at::Tensor& weight, WeightForm form) {
@@ -291,6 +283,8 @@ class DerivedWeights final : public KeptWeights {
   Entries entries_;
   Counts counts_;
   std::uint64_t uses_ = 0;
+  std::uint64_t regions_ = 0;  // that have begun; the number of the last one
+  std::unordered_set<std::uint64_t> open_regions_;
   // The numbers of entries or bytes at which the data of destroyed weights is searched. So at most
   // half of the store, or this little, is useless.
   static constexpr std::size_t least_to_purge = 64;
@@ -301,8 +295,6 @@ class DerivedWeights final : public KeptWeights {
   std::atomic<std::size_t> size_ = 0;
   std::atomic<std::uint64_t> times_told_ = 0;
   std::atomic<int64_t> suspensions_ = 0;
-  std::atomic<std::uint64_t> threads_ = 0;  // that have begun regions
-  std::atomic<std::uint64_t> open_regions_[256] = {};
 };
 
 /// The process's store, which the first call creates. Any thread.
@@ -313,8 +305,13 @@ inline DerivedWeights& derived_weights() {
     if (KeptWeights* const known = runtime.kept_weights) {
       return static_cast<DerivedWeights&>(*known);  // of another library with the same layout
     }
+    // What DropWeightCasts calls, in any library: find_weights_written() reads its address.
     const WeightsWritten written = [](at::TensorList weights) {
-      weights.empty() ? derived_weights().end_window() : derived_weights().changed(weights);
+      if (weights.empty()) {
+        derived_weights().end_window();  // a step has ended
+      } else {
+        derived_weights().changed(weights);
+      }
     };
     auto made = std::make_unique<DerivedWeights>();
     define_for_all(joined({weights_written_op, "(int address=",
