@@ -14,7 +14,11 @@
 
 namespace torchamp::detail {
 
-/// Whom to tell that weights were written to; null if nobody keeps anything of them.
+/// Whom to tell that weights were written to; null if nobody keeps anything of them. The function
+/// may lie in another shared library, of another version: so its address is the default value of
+/// the first argument of an op, which is found by its name. derived_weights() in
+/// extras/weights/derived.h defines that op, which stays until the process ends: see Note [Weights
+/// that are written].
 inline WeightsWritten find_weights_written() {
   static const c10::OperatorName name(weights_written_op, "");
   const auto found = c10::Dispatcher::singleton().findSchema(name);
@@ -45,7 +49,8 @@ class DropWeightCasts {
     at::autocast::clear_cache();
     const WeightsWritten tell = find_weights_written();
     if (tell == nullptr) return;
-    tell({});  // no weights in particular: a step ends what is cached until the next one
+    const at::TensorList none;
+    tell(none);  // which says that a step has ended: see WeightsWritten in base/tensors.h
     if (optimizer_ == nullptr) return;
     for (const auto& group : optimizer_->param_groups()) tell(group.params());
   }
