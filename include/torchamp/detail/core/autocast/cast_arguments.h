@@ -175,30 +175,36 @@ class CastArguments {
   // narrowed. Where an op needs them wider than they are (`fp32` on a model in 16 bits) it is given
   // a copy, which is copied back if the op has updated it. LibTorch's kernels take weight and bias
   // in the dtype of the statistics and in no other. Its instance_norm narrows statistics by itself
-  // where there is no weight, so it is given one of ones.
+  // where there is no weight, so it is given one of ones. undeclared_writes_test runs all such ops.
   WrittenCopies cast_statistics(at::ScalarType dtype, const Call& call) const {
     WrittenCopies written;
     const at::ScalarType wide = *widest_of(dtype, statistics_, call);
     for (const std::size_t position : beside_statistics_) cast_value(wide, call, position);
-    if (unit_weight_position_ && wide != dtype) {
-      c10::IValue& weight = call[*unit_weight_position_];
-      const c10::IValue& statistic = call[statistics_.front()];
-      const bool has_weight = weight.isTensor() && weight.toTensor().defined();
-      if (!has_weight && statistic.isTensor() && statistic.toTensor().defined()) {
-        weight = at::ones_like(statistic.toTensor());
-      }
-    }
-    const c10::IValue& training = call[training_position_.value_or(0)];
-    const bool updates = !training_position_ || !training.isBool() || training.toBool();
+    if (unit_weight_position_ && wide != dtype) give_unit_weight(call);
+    const bool updates = updates_statistics(call);
     for (const std::size_t position : statistics_) {
       c10::IValue& value = call[position];
       if (!value.isTensor() || !needs_cast(value.toTensor(), wide, call)) continue;
       const at::Tensor original = value.toTensor();
       value = original.to(wide);
-      if (!updates) continue;
-      written.push_back({original, value.toTensor()});
+      if (updates) written.push_back({original, value.toTensor()});
     }
     return written;
+  }
+
+  /// Whether the call updates the statistics. An op without an argument that says so always does.
+  bool updates_statistics(const Call& call) const {
+    const auto& position = training_position_;
+    return !position || !call[*position].isBool() || call[*position].toBool();
+  }
+
+  /// Where a call has statistics and no weight, makes the weight ones.
+  void give_unit_weight(const Call& call) const {
+    c10::IValue& weight = call[*unit_weight_position_];
+    const c10::IValue& statistic = call[statistics_.front()];
+    if (weight.isTensor() && weight.toTensor().defined()) return;
+    if (!statistic.isTensor() || !statistic.toTensor().defined()) return;
+    weight = at::ones_like(statistic.toTensor());
   }
 
   WrittenCopies to(Dtype dtype, const Call& call) const {
