@@ -66,7 +66,8 @@ inline constexpr std::string_view sampling_ops[] = {
     "binomial"sv, "_sample_dirichlet"sv, "_dirichlet_grad"sv, "_standard_gamma"sv,
     "_standard_gamma_grad"sv};
 /// Ops that a CPU's autocast runs in fp32, and their kin, which a GPU refuses in bf16 or in both
-/// 16-bit dtypes (its Fourier transforms take fp16 for powers of two only).
+/// 16-bit dtypes (its Fourier transforms take fp16 for powers of two only). Their row holds on all
+/// devices, where LibTorch has no autocast kernel of its own for the op.
 inline constexpr std::string_view fp32_as_on_cpu_ops[] = {
     "fft_fft"sv, "fft_ifft"sv, "fft_fft2"sv, "fft_ifft2"sv, "fft_fftn"sv, "fft_ifftn"sv,
     "fft_rfft"sv, "fft_irfft"sv, "fft_rfft2"sv, "fft_irfft2"sv, "fft_rfftn"sv, "fft_irfftn"sv,
@@ -132,7 +133,9 @@ struct TableRule {
 };
 
 /// A row of Policy::standard() that LibTorch's lists do not have. Of an op that two rows name, or a
-/// row and a list, the first row decides.
+/// row and a list, the first row decides. A row for devices of CUDA's lists alone sets `on_cpu` to
+/// {}, for LibTorch's own behaviour. One for the others alone has the rule {Cast::unchanged}, since
+/// for_each_candidate() passes over ops whose `rule` is native.
 struct StandardRow {
   OpFamily family;
   TableRule rule;
