@@ -220,8 +220,8 @@ inline WorkerOptions parse_worker_options(int argc, const char* const* argv) {
   arguments.add_choice("--optimizer", {"stock", "fused"}, "", options.way.optimizer);
   arguments.add_choice("--launch", {"eager", "captured"}, "", options.way.launch);
   arguments.add_choice("--variant",
-                       {"plain", "masters", "recomputed", "kept", "parallel", "parallel_16",
-                        "sharded", "sharded_16"},
+                       {"plain", "masters", "recomputed", "together", "kept", "parallel",
+                        "parallel_16", "sharded", "sharded_16"},
                        "", options.way.variant);
   arguments.add_integer("--bucket", "", options.bucket_bytes, 0, std::int64_t{1} << 40);
   arguments.add("--device", "DEVICE", "", options.device);

@@ -9,6 +9,7 @@
 #include <torchamp/policy_file.h>
 #include <torchamp/precision_audit.h>
 #include <torchamp/torchamp.h>
+#include <torchamp/weight_cache.h>
 
 #include <algorithm>
 #include <cstdint>
@@ -35,6 +36,8 @@ class Trainer {
         recipe_(workload_->recipe()),
         way_(way),
         policy_(way.casts == "torch" ? torchamp::Policy::torch() : torchamp::Policy::standard()),
+        cache_(way.variant == "together" ? torchamp::WeightCache(torchamp::WeightCache::together)
+                                         : torchamp::WeightCache::libtorch),
         device_(device) {
     initialize(workload_->module(), 0);
     torch::manual_seed(1);
@@ -163,8 +166,8 @@ class Trainer {
       const RawAutocast autocast(device_.type(), dtype_of(way_));
       return workload_->loss(batch);
     }
-    const torchamp::AutocastGuard autocast(device_.type(),
-                                           {.dtype = dtype_of(way_), .policy = policy_});
+    const torchamp::AutocastGuard autocast(
+        device_.type(), {.dtype = dtype_of(way_), .policy = policy_, .cache = cache_});
     return workload_->loss(batch);
   }
 
@@ -181,6 +184,7 @@ class Trainer {
   Recipe recipe_;
   Way way_;
   torchamp::Policy policy_;
+  torchamp::WeightCache cache_;
   at::Device device_;
   std::vector<std::vector<at::Tensor>> inputs_;  // of each iteration, batch after batch
   std::size_t inputs_per_batch_ = 0;

@@ -171,6 +171,15 @@ TEST(Race, RecomputesModelsThatCan) {
   EXPECT_EQ(why_not(plan, find_model("unet"), way), "its layers cannot be recomputed");
 }
 
+TEST(Ways, CastWeightsTogetherWhereTheHostMayLimit) {
+  std::vector<std::string> names;
+  for (const Way& way : all_ways({"fp16"}, /*python=*/false, /*compiled=*/false, /*host=*/false)) {
+    if (way.variant == "together") names.push_back(way.name());
+  }
+  EXPECT_THAT(names, ElementsAre("torchamp, fp16, fused, weights cast together",
+                                 "torchamp, fp16, fused, captured, weights cast together"));
+}
+
 TEST(Report, ShowsWhatIsSavedBesideWhatWasSavedElsewhere) {
   MadeUpRace all;
   all.add(libtorch, 0.5, 1., {0.5});
@@ -308,8 +317,8 @@ TEST(Models, CallOneOpForEachLinearLayerAsTheirTwinsDo) {
 }
 
 TEST(OpCounts, DifferInOpsThatComputeAlone) {
-  EXPECT_EQ(difference({{"aten::add", 2}, {"aten::empty", 3}}, {{"aten::add", 2}}), "");
-  EXPECT_EQ(difference({{"aten::add", 2}}, {{"aten::add", 1}, {"aten::rsub", 3}}),
+  EXPECT_EQ(support::difference({{"aten::add", 2}, {"aten::empty", 3}}, {{"aten::add", 2}}), "");
+  EXPECT_EQ(support::difference({{"aten::add", 2}}, {{"aten::add", 1}, {"aten::rsub", 3}}),
             "aten::add 2 (1), aten::rsub 0 (3)");
 }
 

@@ -19,8 +19,8 @@ struct Way {
   std::string dtype = "bf16";       ///< fp16, bf16; fp32 where casts are
   std::string optimizer = "stock";  ///< stock, fused
   std::string launch = "eager";     ///< eager, captured, compiled (torch.compile: Python)
-  /// plain, masters, recomputed, kept (host memory); of several processes parallel, sharded, both
-  /// also with _16 (gradients are sent in 16 bits), zero
+  /// plain, masters, recomputed, together (weights are cast together), kept (host memory); of
+  /// several processes parallel, sharded, both also with _16 (gradients are sent in 16 bits), zero
   std::string variant = "plain";
 
   bool is_python() const { return language == "python"; }
@@ -45,6 +45,7 @@ struct Way {
     if (variant == "kept") text += ", memory kept";
     if (variant == "masters") text += ", master weights";
     if (variant == "recomputed") text += ", recomputed";
+    if (variant == "together") text += ", weights cast together";
     return text;
   }
 
@@ -101,6 +102,10 @@ inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool py
     for (const char* casts : {"raw", "torch", "standard", "audited"}) add("cpp", casts, dtype);
     for (const char* variant : {"masters", "recomputed"}) {
       add_variant("cpp", "standard", dtype, variant);
+    }
+    if (host) continue;  // a GPU waits for the host, which calls fewer ops so
+    for (const char* launch : {"eager", "captured"}) {
+      ways.push_back({"cpp", "standard", dtype, "fused", launch, "together"});
     }
   }
   return ways;
