@@ -224,7 +224,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
   }
   at::Tensor norm = detail::clip_norm(optimizer, scale, max_norm, norm_type);
   if (scaler.is_unscaled(optimizer)) {
-    detail::ScalerParts::ledger(scaler).order.backward->unscaled.note_clipped(optimizer);
+    detail::ScalerParts::ledger(scaler).order.backward->note_clipped(optimizer);
   }
   if (std::isfinite(max_norm)) detail::note_plain_clip(optimizer, /*knows_scale=*/true);
   return norm;

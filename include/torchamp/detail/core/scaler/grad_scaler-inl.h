@@ -95,7 +95,7 @@ TORCHAMP_COLD std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
         ledger_.note_scaled(output);
       }
     } else {
-      ledger_.order.backward->look_for_kept_gradients();
+      ledger_.order.backward->note_begin_without_hook();
     }
     ledger_.order.note_scaled();
     for (const at::Tensor& output : outputs) {

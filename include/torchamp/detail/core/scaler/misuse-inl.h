@@ -18,13 +18,16 @@ namespace torchamp::detail {
 
 TORCHAMP_COLD void ScaledBackward::watch(const std::shared_ptr<ScaledBackward>& backward,
                                          const at::Tensor& scaled) {
-  if (!scaled.requires_grad()) {
-    backward->has_run_ = true;
-    return;
+  bool all_fp64 = false;
+  {
+    const std::scoped_lock lock(backward->mutex_);
+    if (!scaled.requires_grad()) {
+      backward->has_run_ = true;
+      return;
+    }
+    all_fp64 = backward->add_leaves(scaled);
   }
-  PlainSteps& steps = backward->plain_steps;
-  if (steps.is_looking() && steps.add_leaves(scaled) &&
-      !std::exchange(backward->warned_of_fp64_, true)) {
+  if (all_fp64) {
     warn(
         {"GradScaler::scale: every weight that this loss is computed from is fp64, which a region "
          "never casts, so all products were computed in fp64. Make the model fp32. This warning is "
@@ -35,10 +38,15 @@ TORCHAMP_COLD void ScaledBackward::watch(const std::shared_ptr<ScaledBackward>& 
   });
 }
 
+TORCHAMP_COLD bool ScaledBackward::add_leaves(const at::Tensor& scaled) {
+  return plain_steps_.is_looking() && plain_steps_.add_leaves(scaled) &&
+         !std::exchange(warned_of_fp64_, true);
+}
+
 TORCHAMP_COLD void ScaledBackward::on_begin(const std::shared_ptr<ScaledBackward>& backward,
                                             int task) {
   const std::scoped_lock lock(backward->mutex_);
-  const bool is_first_of_iteration = !backward->has_run_.exchange(true);
+  const bool is_first_of_iteration = !std::exchange(backward->has_run_, true);
   if (is_first_of_iteration) backward->look_for_kept_gradients();
   if (!backward->watches_gradients()) return;
   // One backward may come to several scaled losses.
@@ -50,22 +58,23 @@ TORCHAMP_COLD void ScaledBackward::on_begin(const std::shared_ptr<ScaledBackward
 
 TORCHAMP_COLD void ScaledBackward::on_end(const std::vector<Found>& at_begin) {
   const std::scoped_lock lock(mutex_);
-  if (plain_steps.is_looking()) plain_steps.note_gradients();
+  if (plain_steps_.is_looking()) plain_steps_.note_gradients();
   for (const Found& found : at_begin) {
     const at::Tensor now = gradient_of(found.parameter.lock());
     if (found.gradient.is_unchanged(now)) continue;
     added_.emplace_back(now);
-    if (found.is_as_left) unscaled.note_added_to(found.owner, found.parameter, now);
+    if (found.is_as_left) unscaled_.note_added_to(found.owner, found.parameter, now);
   }
 }
 
 TORCHAMP_COLD auto ScaledBackward::find_unscaled() const -> std::vector<Found> {
   std::vector<Found> found;
-  unscaled.for_each([&](const UnscaledGradients::Name& owner, const UnscaledGradients::Left& left) {
-    const at::Tensor now = gradient_of(left.parameter.lock());
-    const bool is_as_left = now.defined() && left.gradient.is_unchanged(now);
-    found.push_back({owner, left.parameter, SeenTensor(now), is_as_left});
-  });
+  unscaled_.for_each(
+      [&](const UnscaledGradients::Name& owner, const UnscaledGradients::Left& left) {
+        const at::Tensor now = gradient_of(left.parameter.lock());
+        const bool is_as_left = now.defined() && left.gradient.is_unchanged(now);
+        found.push_back({owner, left.parameter, SeenTensor(now), is_as_left});
+      });
   return found;
 }
 

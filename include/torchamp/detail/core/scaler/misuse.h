@@ -7,9 +7,9 @@
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <iterator>
 #include <list>
 #include <memory>
 #include <mutex>
@@ -46,54 +46,70 @@ namespace torchamp::detail {
 // A program that has asked for the scale may multiply by it, and hears nothing.
 
 /// What the backward of scaled losses has done in an iteration, as the hooks tell that share this.
+/// Backwards of several devices come from several threads, so each public function takes the lock
+/// for all of its work.
 class ScaledBackward {
  public:
   /// From now on the backward of `scaled` tells. What has no graph may be a gradient.
   static void watch(const std::shared_ptr<ScaledBackward>& backward, const at::Tensor& scaled);
-  /// Whether any has run.
-  bool has_run() const { return has_run_; }
 
-  /// Gradients that are unscaled, by whom.
-  UnscaledGradients unscaled;
-  /// Optimizers that this scaler does not step.
-  PlainSteps plain_steps;
+  /// Whether any has run.
+  bool has_run() const {
+    const std::scoped_lock lock(mutex_);
+    return has_run_;
+  }
 
   /// The gradients of `optimizer` are unscaled from now on, or its step has divided them.
   void note_unscaled(const torch::optim::Optimizer& optimizer) {
-    if (any_added(optimizer)) forget(optimizer);
-    unscaled.note(optimizer);
-    if (plain_steps.is_looking()) SteppedWeights::note(optimizer);
+    const std::scoped_lock lock(mutex_);
+    if (has_added(optimizer)) drop(optimizer);
+    unscaled_.note(optimizer);
+    if (plain_steps_.is_looking()) SteppedWeights::note(optimizer);
+  }
+  /// A clip that knows the scaler has written to unscaled gradients of `optimizer`.
+  TORCHAMP_RARE void note_clipped(const torch::optim::Optimizer& optimizer) {
+    const std::scoped_lock lock(mutex_);
+    unscaled_.note_clipped(optimizer);
+  }
+  /// See UnscaledGradients.
+  void check_unshared(const torch::optim::Optimizer& optimizer, const char* call) const {
+    const std::scoped_lock lock(mutex_);
+    unscaled_.check_unshared(optimizer, call);
   }
   /// Whether a backward has added to one since, that `optimizer` still has.
   bool any_added(const torch::optim::Optimizer& optimizer) const {
-    return !added_.empty() && any_gradient(optimizer, [this](const at::Tensor& gradient) {
-      return std::any_of(added_.begin(), added_.end(),
-                         [&](const WeakTensor& one) { return one.is(gradient); });
-    });
+    const std::scoped_lock lock(mutex_);
+    return has_added(optimizer);
   }
   TORCHAMP_RARE void forget(const torch::optim::Optimizer& optimizer) {
-    std::erase_if(added_, [&](const WeakTensor& one) {
-      return any_gradient(optimizer, [&](const at::Tensor& its) { return one.is(its); });
-    });
-    unscaled.forget(optimizer);
+    const std::scoped_lock lock(mutex_);
+    drop(optimizer);
   }
   /// Whether a step of the last iteration has left a gradient that was still there, as it was, when
   /// the first backward of this one began.
   bool has_kept_gradients() const {
+    const std::scoped_lock lock(mutex_);
     const auto is_there = [](const UnscaledGradients::Left& left) {
       return left.gradient.is(gradient_of(left.parameter.lock()));
     };
     return has_kept_gradients_ && std::any_of(last_left_.begin(), last_left_.end(), is_there);
   }
-  /// A backward begins.
-  void look_for_kept_gradients();
+  /// A backward begins that no hook tells of, since nothing is multiplied by a scale of 1.
+  void note_begin_without_hook() {
+    const std::scoped_lock lock(mutex_);
+    look_for_kept_gradients();
+  }
 
-  void end_iteration() {
+  /// Whether an optimizer was stepped past the scaler, see PlainSteps.
+  bool end_iteration() {
+    const std::scoped_lock lock(mutex_);
+    const bool any_plain_step = plain_steps_.end_iteration(unscaled_);
     has_run_ = has_kept_gradients_ = false;
     last_left_.clear();
-    unscaled.for_first([this](const UnscaledGradients::Left& one) { last_left_.push_back(one); });
-    unscaled.clear();
+    unscaled_.for_first([this](const UnscaledGradients::Left& one) { last_left_.push_back(one); });
+    unscaled_.clear();
     added_.clear();
+    return any_plain_step;
   }
 
  private:
@@ -105,24 +121,45 @@ class ScaledBackward {
     bool is_as_left;  ///< by its owner, not written to since
   };
 
-  /// A hook at each scaled loss: a backward has come to it, as autograd's task `task`.
+  /// A hook at each scaled loss: a backward has come to it, as autograd's task `task`. Takes the
+  /// lock.
   static void on_begin(const std::shared_ptr<ScaledBackward>& backward, int task);
-  /// Autograd's callback at the end of that task.
+  /// Autograd's callback at the end of that task. Takes the lock.
   void on_end(const std::vector<Found>& at_begin);
 
-  bool watches_gradients() const { return !unscaled.empty() || plain_steps.is_looking(); }
+  // What follows takes no lock: the caller holds it.
+
+  /// The weights that `scaled` is computed from. Whether to warn that all are fp64.
+  bool add_leaves(const at::Tensor& scaled);
+  void look_for_kept_gradients();
+  bool has_added(const torch::optim::Optimizer& optimizer) const {
+    return !added_.empty() && any_gradient(optimizer, [this](const at::Tensor& gradient) {
+      return std::any_of(added_.begin(), added_.end(),
+                         [&](const WeakTensor& one) { return one.is(gradient); });
+    });
+  }
+  TORCHAMP_RARE void drop(const torch::optim::Optimizer& optimizer) {
+    std::erase_if(added_, [&](const WeakTensor& one) {
+      return any_gradient(optimizer, [&](const at::Tensor& its) { return one.is(its); });
+    });
+    unscaled_.forget(optimizer);
+  }
+  bool watches_gradients() const { return !unscaled_.empty() || plain_steps_.is_looking(); }
   std::vector<Found> find_unscaled() const;
 
-  std::atomic<bool> has_run_ = false;
-  std::mutex mutex_;             // of what follows, where losses on several devices run
-  std::list<WeakTensor> added_;  // gradients
+  mutable std::mutex mutex_;  // of all that follows
+  bool has_run_ = false;
+  UnscaledGradients unscaled_;                      // and by whom
+  PlainSteps plain_steps_;                          // of optimizers that this scaler does not step
+  std::list<WeakTensor> added_;                     // gradients
   std::vector<UnscaledGradients::Left> last_left_;  // of the last iteration, one of each optimizer
   bool has_kept_gradients_ = false;
   bool warned_of_fp64_ = false;
   int task_ = -1;  // autograd's, in which the last backward was seen
 };
 
-/// What one scaler has heard in an iteration.
+/// What one scaler has heard in an iteration. Only the thread that calls the scaler uses it; what
+/// backward threads tell is in `backward`.
 class StepOrder {
  public:
   explicit StepOrder(bool scale_is_fixed) : is_fixed_(scale_is_fixed) {}
@@ -143,11 +180,8 @@ class StepOrder {
   void end_iteration() {
     had_scale_ |= scaled_at_ != 0;
     scaled_at_ = 0;
-    if (backward->plain_steps.end_iteration(backward->unscaled) && !was_asked() && !is_fixed_) {
-      warn_of_plain_step();
-    }
+    if (backward->end_iteration() && !was_asked() && !is_fixed_) warn_of_plain_step();
     asked_ = known_ = false;
-    backward->end_iteration();
     began_at_ = PlainClips::tick();
   }
   /// Warns once of a clip before the gradients came that are now stepped with.
@@ -173,7 +207,7 @@ class StepOrder {
   /// Throws where a gradient that is to be divided has been for another optimizer. Warns once where
   /// they may not be scaled, and once where they were clipped while scaled.
   void check(const torch::optim::Optimizer& optimizer, const char* call) {
-    backward->unscaled.check_unshared(optimizer, call);
+    backward->check_unshared(optimizer, call);
     if (was_asked() || is_fixed_) return;
     if (scaled_at_ == 0 ? had_scale_ : !backward->has_run()) {
       if (warned_of_scale_ || !any_gradient(optimizer)) return;
@@ -215,10 +249,11 @@ class ScaledOutputs {
     }
   }
 
+  /// Forgets those that are gone, except for the last few, which are_made_by() knows.
   void add(const at::Tensor& scaled) {
-    std::erase_if(scaled_, [end = scaled_.data() + scaled_.size()](const Scaled& one) {
-      return end - &one >= most_gone && one.tensor.is_gone();
-    });
+    const auto is_gone = [](const Scaled& one) { return one.tensor.is_gone(); };
+    const auto last_few = scaled_.end() - std::min(std::ssize(scaled_), few);
+    scaled_.erase(std::remove_if(scaled_.begin(), last_few, is_gone), last_few);
     const auto& node = scaled.grad_fn();
     scaled_.push_back({WeakTensor(scaled), node.get(), node ? node->sequence_nr() : 0});
   }
@@ -236,7 +271,7 @@ class ScaledOutputs {
     const torch::autograd::Node* maker;
     uint64_t sequence;  // one at the same address has another number
   };
-  static constexpr std::ptrdiff_t most_gone = 8;
+  static constexpr std::ptrdiff_t few = 7;
 
   std::vector<Scaled> scaled_;
 };
