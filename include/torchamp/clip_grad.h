@@ -128,7 +128,7 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
   const std::vector<at::TensorList> params = parameter_lists(optimizer);
   const auto batches = gradients_to_clip(params, "clip_grad_norm_");
   DeferredClip* const deferred = find_deferred_clip(optimizer);
-  const Divisor before = deferred ? deferred->of(optimizer) : Divisor();
+  const Divisor before = deferred ? deferred->pending_for(optimizer) : Divisor();
   const at::Tensor& divisor = before.number;
   const bool is_divided = scale.defined() || divisor.defined();
   at::Tensor norm = is_divided ? total_norm_divided(batches, norm_type, scale, divisor)
@@ -162,7 +162,7 @@ inline void clip_value(const std::vector<GradientBatch>& batches, double value) 
   }
 }
 
-inline void check_not_stepped(const char* call, const GradScaler& scaler,
+inline void check_before_step(const char* call, const GradScaler& scaler,
                               const torch::optim::Optimizer& optimizer) {
   TORCHAMP_CHECK(!scaler.is_stepped(optimizer), call,
                  ": this optimizer has been stepped already in this iteration. Clip between "
@@ -210,7 +210,7 @@ inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max
 inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                                   double max_norm, double norm_type = 2.) {
   detail::check_limit("clip_grad_norm_: max_norm", max_norm);
-  detail::check_not_stepped("clip_grad_norm_", scaler, optimizer);
+  detail::check_before_step("clip_grad_norm_", scaler, optimizer);
   at::Tensor scale;
   if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) {
     if (detail::find_deferred_clip(optimizer)) {
@@ -247,7 +247,7 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   const auto batches =
       detail::gradients_to_clip(detail::parameter_lists(optimizer), "clip_grad_value_");
   if (detail::DeferredClip* const deferred = detail::find_deferred_clip(optimizer)) {
-    const at::Tensor divisor = deferred->of(optimizer).number;
+    const at::Tensor divisor = deferred->pending_for(optimizer).number;
     if (divisor.defined()) detail::multiply(batches, divisor.reciprocal());
     deferred->forget();
   }
@@ -260,7 +260,7 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
 /// and update().
 inline void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimizer, double value) {
   detail::check_limit("clip_grad_value_: the value", value);
-  detail::check_not_stepped("clip_grad_value_", scaler, optimizer);
+  detail::check_before_step("clip_grad_value_", scaler, optimizer);
   if (scaler.is_enabled() && !scaler.is_unscaled(optimizer)) scaler.unscale_(optimizer);
   clip_grad_value_(optimizer, value);
 }

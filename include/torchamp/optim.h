@@ -116,9 +116,10 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
                           bool is_exact) = 0;
 
  private:
-  TORCHAMP_BODY void step_by_scaler(const detail::StepDivisor& divisor,
+  TORCHAMP_BODY void step_with_clip(const detail::StepDivisor& divisor,
                                     const at::Tensor& found_inf) final;
-  void step_once(const detail::StepDivisor& divisor, const at::Tensor& found_inf, bool is_exact);
+  void step_and_forget_clip(const detail::StepDivisor& divisor, const at::Tensor& found_inf,
+                            bool is_exact);
   static void check_scalar(const at::Tensor& tensor, const char* name);
 
   bool drops_gradients_ = false;

@@ -59,7 +59,7 @@ class DeferredClip {
   /// Divides the gradients that are there now by `divisor`, on top of what is pending for them. An
   /// error if that was left for others, unless these are all gone.
   void add(const torch::optim::Optimizer& optimizer, const Divisor& divisor) {
-    const Divisor before = of(optimizer);
+    const Divisor before = pending_for(optimizer);
     divisor_ = divisor;
     if (before.defined()) {
       divisor_.number = divisor.times(before.number);
@@ -74,7 +74,7 @@ class DeferredClip {
   }
 
   /// The divisor of the gradients that are there now; undefined if there is none.
-  Divisor of(const torch::optim::Optimizer& optimizer) const {
+  Divisor pending_for(const torch::optim::Optimizer& optimizer) const {
     if (!divisor_.defined()) return {};
     const Clipped clipped = what_became_of_clipped(optimizer);
     TORCHAMP_CHECK(clipped != Clipped::changed, message);
@@ -82,8 +82,8 @@ class DeferredClip {
   }
 
   /// The same for a step with them; an error if they were put in the clipped ones' place.
-  Divisor for_step(const torch::optim::Optimizer& optimizer) const {
-    Divisor divisor = of(optimizer);
+  Divisor pending_for_step(const torch::optim::Optimizer& optimizer) const {
+    Divisor divisor = pending_for(optimizer);
     if (divisor.defined() || !divisor_.defined()) return divisor;
     // The clipped ones are gone. Others can only have come from a backward, or from them.
     const bool may_be_of_backward = at::sequence_number::peek() != graphs_;
@@ -92,7 +92,7 @@ class DeferredClip {
   }
 
   /// Whether a divisor is pending for just the gradients that are there now.
-  bool is_for(const torch::optim::Optimizer& optimizer) const {
+  bool is_pending_for(const torch::optim::Optimizer& optimizer) const {
     return divisor_.defined() && are_same(optimizer);
   }
 
@@ -149,13 +149,13 @@ struct StepDivisor {
 class ClippingStep : public ScaledStep {
  protected:
   /// step_scaled() for a scaler. `found_inf` is 0 or 1.
-  virtual void step_by_scaler(const StepDivisor& divisor, const at::Tensor& found_inf) = 0;
+  virtual void step_with_clip(const StepDivisor& divisor, const at::Tensor& found_inf) = 0;
 
   DeferredClip deferred_clip_;
 
  private:
   friend DeferredClip* find_deferred_clip(torch::optim::Optimizer&);
-  friend at::Tensor step_on_device(ScaledStep&, const StepDivisor&, const at::Tensor&);
+  friend at::Tensor call_scaled_step(ScaledStep&, const StepDivisor&, const at::Tensor&);
 };
 
 /// Null for an optimizer whose gradients a clip has to multiply at once.
@@ -167,7 +167,7 @@ inline DeferredClip* find_deferred_clip(torch::optim::Optimizer& optimizer) {
 /// What the optimizer's gradients are to be divided by in its next step; undefined for nothing.
 inline Divisor deferred_divisor_of(torch::optim::Optimizer& optimizer) {
   const DeferredClip* const clip = find_deferred_clip(optimizer);
-  return clip ? clip->of(optimizer) : Divisor();
+  return clip ? clip->pending_for(optimizer) : Divisor();
 }
 
 /// The same gradients have other values now, but are to be divided by `divisor` still.
@@ -178,12 +178,12 @@ inline void keep_deferred(DeferredClip& clip, const torch::optim::Optimizer& opt
 }
 
 /// Steps for a scaler, unless `found_inf`, which is 0 or 1, is 1; what the optimizer's step
-/// returns.
-inline at::Tensor step_on_device(ScaledStep& optimizer, const StepDivisor& divisor,
-                                 const at::Tensor& found_inf) {
+/// returns. Torchamp's optimizers are told the clip's part of the divisor, others only the product.
+inline at::Tensor call_scaled_step(ScaledStep& optimizer, const StepDivisor& divisor,
+                                   const at::Tensor& found_inf) {
   auto* const clipping = dynamic_cast<ClippingStep*>(&optimizer);
   if (!clipping) return optimizer.step_scaled(divisor.grad_scale, found_inf);
-  clipping->step_by_scaler(divisor, found_inf);
+  clipping->step_with_clip(divisor, found_inf);
   return {};
 }
 

@@ -198,7 +198,7 @@ TORCHAMP_BODY at::Tensor FusedOptimizer::step(LossClosure closure) {
     at::AutoGradMode with_gradients(true);
     loss = closure();
   }
-  step_once({}, {}, /*is_exact=*/false);
+  step_and_forget_clip({}, {}, /*is_exact=*/false);
   return loss;
 }
 
@@ -206,7 +206,7 @@ TORCHAMP_BODY at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scal
                                                      const at::Tensor& found_inf) {
   check_scalar(grad_scale, "grad_scale");
   check_scalar(found_inf, "found_inf");
-  step_once({.grad_scale = grad_scale}, found_inf, /*is_exact=*/false);
+  step_and_forget_clip({.grad_scale = grad_scale}, found_inf, /*is_exact=*/false);
   return {};
 }
 
@@ -229,25 +229,28 @@ TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
 
 TORCHAMP_BODY at::Tensor FusedOptimizer::next_step_divisor() const {
   const detail::InternalOps internal;
-  return deferred_clip_.of(*this).number;
+  return deferred_clip_.pending_for(*this).number;
 }
 
 TORCHAMP_BODY at::Tensor FusedOptimizer::take_next_step_divisor() {
-  at::Tensor divisor = deferred_clip_.is_for(*this) ? next_step_divisor() : at::Tensor();
+  at::Tensor divisor = deferred_clip_.is_pending_for(*this) ? next_step_divisor() : at::Tensor();
   deferred_clip_.forget();
   return divisor;
 }
 
-TORCHAMP_BODY void FusedOptimizer::step_by_scaler(const detail::StepDivisor& divisor,
+TORCHAMP_BODY void FusedOptimizer::step_with_clip(const detail::StepDivisor& divisor,
                                                   const at::Tensor& found_inf) {
-  step_once(divisor, found_inf, /*is_exact=*/true);
+  step_and_forget_clip(divisor, found_inf, /*is_exact=*/true);
 }
 
-/// Steps, drops the clip that was left to this step, and the gradients where that is wanted.
-TORCHAMP_BODY void FusedOptimizer::step_once(const detail::StepDivisor& divisor,
-                                             const at::Tensor& found_inf, bool is_exact) {
+/// All steps come here: step(), step_scaled(), which others than a scaler may call, and
+/// step_with_clip(), whose divisor may hold the clip already. Steps by step_fused(); then drops the
+/// clip that was left to this step, and the gradients where that is wanted.
+TORCHAMP_BODY void FusedOptimizer::step_and_forget_clip(const detail::StepDivisor& divisor,
+                                                        const at::Tensor& found_inf,
+                                                        bool is_exact) {
   const detail::InternalOps internal;
-  const detail::Divisor clip = deferred_clip_.for_step(*this);
+  const detail::Divisor clip = deferred_clip_.pending_for_step(*this);
   const bool holds_clip = divisor.clip.defined();
   step_fused(holds_clip ? divisor.grad_scale : clip.times(divisor.grad_scale), found_inf, is_exact);
   deferred_clip_.forget();

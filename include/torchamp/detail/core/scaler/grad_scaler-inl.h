@@ -157,7 +157,7 @@ TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (!state.had_gradients) {
     missing = ledger_.report_missing(optimizer, scale_.scale().device());
   } else if (fused) {
-    value = detail::step_on_device(*fused, divisor, state.found_inf.tensor);
+    value = detail::call_scaled_step(*fused, divisor, state.found_inf.tensor);
   } else if (!state.found_inf.read()) {
     value = optimizer.step();
     detail::note_written(optimizer);

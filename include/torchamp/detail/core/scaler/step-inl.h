@@ -83,7 +83,7 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
   const auto batches = gradients_of(
       optimizer, scale.stays_at_one() ? HalfGradients::allowed : HalfGradients::refused, call);
   DeferredClip* const deferred = find_deferred_clip(optimizer);
-  const Divisor clip = deferred ? deferred->of(optimizer) : Divisor();
+  const Divisor clip = deferred ? deferred->pending_for(optimizer) : Divisor();
   at::Tensor found_inf = at::zeros({}, scale.scale().options());
   at::Tensor amax;
   const ScaleRule* const rule = scale.rule();
