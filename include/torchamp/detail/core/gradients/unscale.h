@@ -90,8 +90,9 @@ inline void check_numbers(const GradientBatch& numbers, const at::Tensor& one, a
   at::_amp_foreach_non_finite_check_and_unscale_(numbers.gradients, flag, one);
 }
 
-/// The same for numbers that nobody uses afterwards. The kernel may multiply these by anything, so
-/// it is given the flag, which saves a tensor with a 1.
+/// The same for numbers that nobody uses afterwards. The kernel looks at each number before it
+/// multiplies it, so the flag is right whatever the factor is: the flag itself, which saves a
+/// tensor with a 1, though the kernel may change it meanwhile.
 inline void check_temporaries(const GradientBatch& numbers, at::Tensor& flag) {
   check_numbers(numbers, /*one=*/flag, flag);
 }

@@ -92,7 +92,7 @@ class DeviceScalars : public StepScalars {
   void count_after_kernels() {
     if (asked_ == Asked::is_first) add_step();
     for (const auto& counter : counters_) {
-      counter->count(/*surely=*/!found_inf_);
+      counter->count(/*surely=*/!found_inf_);  // without a flag, no step is skipped
       if (asked_ == Asked::is_first && counter->may_be_first()) learn_later(counter);
     }
   }
@@ -110,7 +110,8 @@ class DeviceScalars : public StepScalars {
   }
 
  private:
-  /// Where only the first step matters, none once there was one for sure.
+  /// Where only the first step matters, none once the host knows that there was one: at_least,
+  /// which StepCounter never lowers, is above 0 then.
   std::vector<at::Tensor> counts_to_add_to() const {
     std::vector<at::Tensor> counts;
     for (const auto& counter : counters_) {
@@ -124,7 +125,8 @@ class DeviceScalars : public StepScalars {
     at::_foreach_add_(counts_, one_);
     if (found_inf_) at::_foreach_add_(counts_, *found_inf_, /*alpha=*/-1.);
   }
-  /// Has the host learn whether there was a first step.
+  /// Has the host learn whether there was a first step. A graph does so between its replays, by
+  /// wants_look() and look() of the body's states.
   static void learn_later(const std::shared_ptr<StepCounter>& counter) {
     if (GraphBody* const body = GraphBody::current()) {
       body->states.push_back(counter);

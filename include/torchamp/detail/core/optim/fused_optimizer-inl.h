@@ -68,7 +68,9 @@ void FusedOptimizerOf<Kernel>::check_group(const torch::optim::OptimizerParamGro
 template <detail::OptimizerKernel Kernel>
 detail::ParamStates& FusedOptimizerOf<Kernel>::state() {
   write_steps();
-  // What a kernel takes for a state that was stepped, though every step was skipped.
+  // A plan makes the states before the first step. Where every step was skipped, one that tells of
+  // a step by being there, as SGD's momentum buffer does, is removed; one with a count of 0 may
+  // stay.
   plan_.read_counts([&](void* param, int64_t steps) {
     const auto state = state_.find(param);
     if (steps > 0 || state == state_.end()) return;
@@ -100,6 +102,7 @@ void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
   } catch (const std::exception& error) {
     const auto* const own = dynamic_cast<const c10::Error*>(&error);
     const std::string cause = own ? own->what_without_backtrace() : error.what();
+    // LibTorch's assertions ask to report a bug, which this is not.
     const bool tells = cause.find("INTERNAL ASSERT") == std::string::npos;
     TORCHAMP_CHECK(false, Kernel::name, "::load: the archive does not hold what ", Kernel::name,
                    " or its counterpart in LibTorch saves for such parameter groups",
@@ -127,7 +130,7 @@ template <detail::OptimizerKernel Kernel>
 bool FusedOptimizerOf<Kernel>::prepare_captured_step() {
   const detail::InternalOps internal;
   rates_on_device_ = true;
-  if (!plan_.is_for(param_groups_, state_)) {
+  if (!plan_.is_for(param_groups_, state_)) {  // the next step makes a plan, maybe in a capture
     const auto fit = [](auto, auto, const at::Tensor& param, at::Tensor& tensor) {
       if (tensor.defined() && tensor.sizes() == param.sizes()) {
         tensor = detail::fitted(tensor, param);  // what was loaded may lie on the host
@@ -149,6 +152,8 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
     TORCH_INTERNAL_ASSERT(plan_.collect_gradients(param_groups_, state_));
   }
   if (rates_on_device_) {
+    // Graphs hold all options but the rates as constants, and ask the plan's identity before they
+    // replay: see CapturedIteration::made_eagerly_.
     plan_.write_rates(param_groups_);
     std::vector<Options> options = options_but_rates();
     if (!stepped_with_.empty() && options != stepped_with_) plan_.outdate_captures();
@@ -171,6 +176,8 @@ auto FusedOptimizerOf<Kernel>::options_but_rates() const -> std::vector<Options>
   return all;
 }
 
+/// Writes the counts to the states. In this order: first the plan forgets counts that the program
+/// has replaced in a state; at the end it takes what is written here for its own.
 template <detail::OptimizerKernel Kernel>
 void FusedOptimizerOf<Kernel>::write_steps() const {
   plan_.drop_counts(state_);

@@ -142,7 +142,7 @@ class StepPlan {
 
   /// Lives as long as what captured steps of this plan read and write, and hold of its options.
   std::weak_ptr<const void> identity() const { return identity_; }
-  /// Steps that were captured with this plan no longer hold.
+  /// Steps that were captured with this plan no longer hold: for graphs, its identity() is gone.
   void outdate_captures() { identity_ = std::make_shared<char>(); }
 
   /// Makes the steps read their learning rates from the device and writes there those that changed.
@@ -162,7 +162,7 @@ class StepPlan {
     }
   }
 
-  /// Counts a step of which only the device knows whether it was skipped.
+  /// Counts a replayed step, which the device has counted; this widens the host's bounds of it.
   void note_step() {
     for (DeviceScalars& scalars : scalars_) scalars.count_replayed();
   }
@@ -205,7 +205,8 @@ class StepPlan {
     }
   }
 
-  /// Has the steps of all parameters with a gradient counted that want it.
+  /// Has the steps of all parameters with a gradient counted that want it. Before add_parameter(),
+  /// whose lists hold the counters; after drop_counts(), so that a counter here is still right.
   void count_steps(const ParamGroups& groups, const std::vector<GroupUse>& uses,
                    const ParamStates& states) {
     std::vector<StepCounters::Share> shares;

@@ -96,7 +96,7 @@ class LossScale {
     const c10::InferenceMode no_inference(false);
     const at::TensorOptions options = at::TensorOptions(device).dtype(at::kFloat);
     one_ = at::ones({}, options);
-    scale_and_skips_ = at::full({2}, host_.scale, options);
+    scale_and_skips_ = at::full({2}, host_.scale, options);  // leave_host() fills in the skips
     scale_ = scale_and_skips_.select(0, 0);
     skips_ = scale_and_skips_.select(0, 1);
   }
@@ -163,7 +163,7 @@ class LossScale {
   /// Puts these values in place of all that is there. The host must know them.
   void set(ScaleMemory<double> values) {
     const bool changes = values.scale != host_.scale;
-    host_ = std::move(values);  // on a device, what nobody there keeps
+    host_ = std::move(values);  // read() takes from here what a device does not keep
     if (!on_device_) {
       if (created() && changes) scale_.fill_(host_.scale);
       return;
@@ -192,6 +192,11 @@ class LossScale {
   }
 
   // ---- What may be left out because of the scale
+  //
+  // Where only the device knows it, FollowedScale answers without a read, by bounds that each
+  // change of the scale here moves. Where these leave it open, stays_at_one() is false, the others
+  // are true. In a CudaGraph's body, CapturedScale remembers their "false" and checks it before
+  // each replay.
 
   /// Whether scaling is the identity, and not just for the time being.
   bool stays_at_one() {
@@ -208,7 +213,7 @@ class LossScale {
     if (!on_device_) return host_.scale > limit;
     return options_.max_scale > limit && followed_.may_be_above(limit, scale_, options_);
   }
-  /// See FollowedScale.
+  /// From now on replays may change the scale, see FollowedScale. Before the questions above.
   void expect_replays() { followed_.expect_replays(); }
 
   // ---- The update
@@ -260,7 +265,8 @@ class LossScale {
     followed_.note_update(scale_, skips_, options_);
   }
 
-  /// Moves what is remembered to the device, for good.
+  /// Moves what is remembered to the device, for good, without a read. From here on host_ is out
+  /// of date, but for what the device does not keep, and followed_ is told of each change.
   void leave_host() {
     if (on_device_) return;
     const c10::InferenceMode no_inference(false);

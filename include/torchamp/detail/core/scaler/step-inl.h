@@ -41,7 +41,8 @@ TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
                  "discard(optimizer).)");
 }
 
-/// Whether there are gradients that unscale_ has not seen. `moved`: masters were given some since.
+/// Whether there are gradients that unscale_ has not seen. `moved`: masters were given some since,
+/// by MasterWeights::give_to_optimizer, which writes WeightMeta::moved.
 inline bool any_came_later(const torch::optim::Optimizer& optimizer, const OptimizerState& state,
                            bool moved) {
   if (moved && any_moved_after(optimizer, state.moved)) return true;
@@ -70,7 +71,8 @@ inline void check_complete(const torch::optim::Optimizer& optimizer, const Optim
 
 // ---- Gradients that are divided before the step -------------------------------------------------
 
-/// Tells the scale where a graph may replay this step, and change the scale unseen.
+/// Tells the scale where a graph may replay this step, and change the scale unseen. To be called
+/// before may_be_below_one() and may_exceed(), which heed it.
 inline void expect_replays(torch::optim::Optimizer& optimizer, LossScale& scale) {
   const auto* const captured = dynamic_cast<CapturedStep*>(&optimizer);
   if (GraphBody::is_running() || (captured && captured->may_be_captured())) scale.expect_replays();
@@ -105,12 +107,14 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
           .shards = std::move(shards)};
 }
 
-/// For GradScalerOptions::recheck: looks at unscaled gradients once more.
+/// For GradScalerOptions::recheck: looks at unscaled gradients once more, and leaves it to
+/// agree_for_step to agree anew. Not where a step is tried again that processes have agreed on: it
+/// goes by that, since the others may not come to agree twice.
 inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState& state) {
   using Agreement = OptimizerState::Agreement;
   if (state.agreement == Agreement::binding) return;
   const InternalOps guard;
-  if (state.agreement == Agreement::reached) {  // and the program may hold that flag
+  if (state.agreement == Agreement::reached) {  // by found_inf(), whose caller may hold that flag
     state.found_inf = {state.found_inf.tensor.clone(), std::nullopt};
   }
   state.shards = shards_of(optimizer, "GradScaler::step");
@@ -166,7 +170,8 @@ inline bool host_sees_finite(const StepDivisor& divisor) {
          std::isfinite(*divisor.grad_scale.const_data_ptr<float>());
 }
 
-/// Whether a device sees by divisor and norm whether all gradients are.
+/// Whether a device sees by divisor and norm whether all gradients are: clip_norm, in clip_grad.h,
+/// says so by Divisor::shows_non_finite.
 inline bool device_sees_finite(at::Device device, const StepDivisor& divisor) {
   const at::Tensor& norm = divisor.clip.norm;
   return divisor.clip.shows_non_finite && number_to_check(divisor).defined() && norm.defined() &&
@@ -185,7 +190,7 @@ inline void find_infs(const std::vector<GradientBatch>& batches, const StepDivis
     if (number.defined()) check_numbers({{home, at::kFloat}, {number}}, scale.one(), found_inf);
     return;
   }
-  // The norm of a clip has read all gradients already.
+  // The norm of a clip has read all gradients already: see Note [One read for norm and check].
   if (host_sees_finite(divisor)) return;
   if (device_sees_finite(home, divisor)) {
     const at::AutoDispatchBelowADInplaceOrView versions_stay;
@@ -208,6 +213,7 @@ inline StepDivisor check_before_fused_step(torch::optim::Optimizer& optimizer, c
   // A step that is tried again looks anew: a failed capture has taken its flag's memory with it.
   if (state.agreement == OptimizerState::Agreement::none) state.found_inf = {};
   state.shards = shards_of(optimizer, "GradScaler::step");
+  // Asked only if two parameters have one gradient: torchamp's fused kernels write quotients to it.
   const auto divides_in_place = [&] {
     return (clip.defined() || !scale.stays_at_one()) && find_deferred_clip(optimizer);
   };
@@ -248,6 +254,8 @@ inline bool has_others(const OptimizerState& state, const GradScalerOptions& opt
   return options.agree_found_inf || state.shards;
 }
 
+// Where has_others(), all processes come here together. `losses` put this process's bad losses into
+// the largest magnitude before the rule makes that of all processes of it.
 TORCHAMP_COLD void agree(OptimizerState& state, LossScale& scale, const LossWatch* losses) {
   if (state.agreement != OptimizerState::Agreement::none) return;
   const GradScalerOptions& options = scale.options();

@@ -38,6 +38,8 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
     }
   }
 
+  // In this order: what earlier masters have attached goes, and the gradient, whose dtype would not
+  // fit; set_data(); then what is attached, which notes the version and dtype of the new weight.
   for (std::size_t w = 0; w < weights_.size(); ++w) {
     Weight& weight = weights_[w];
     const at::Tensor& parameter = weight.parameter;
@@ -166,13 +168,15 @@ inline auto MasterWeights::sum_gradients() const -> std::vector<Taken> {
   return taken;
 }
 
-/// Moves gradients from the model to where the optimizer finds them. Cannot fail.
+/// Moves gradients from the model to where the optimizer finds them, and tells the scaler, which
+/// looks in any_came_later() for such as came after unscale_. A split weight is the optimizer's own
+/// parameter: its gradient was there for unscale_ to divide, and is not new. Cannot fail.
 inline void MasterWeights::give_to_optimizer(std::vector<Taken> taken) {
   if (taken.empty()) return;
   const uint64_t times = ++detail::gradients_moved();
   for (Taken& one : taken) {
     if (detail::SplitWeight* const split = detail::split_of(one.parameter)) {
-      split->note_taken();  // and unscaled already, if its weight's was
+      split->note_taken();
     } else if (detail::WeightMeta* const meta = detail::weight_meta_of(one.owner)) {
       meta->moved = times;
     }
@@ -210,7 +214,8 @@ inline void MasterWeights::check_taken() const {
   }
 }
 
-/// Warns once of gradients added to those from before the optimizer's zero_grad().
+/// Warns once of gradients added to those from before the optimizer's zero_grad(), which has put
+/// them into MasterMeta::left.
 inline void MasterWeights::warn_of_left_gradients() {
   if (warned_of_left_) return;
   for (const Weight& weight : weights_) {
@@ -255,7 +260,8 @@ inline void MasterWeights::note_copied() {
   }
 }
 
-/// Of one weight, as one warning is enough.
+/// Tells the hook of MainGradient, which warns of masters' gradients that are not cleared. Of one
+/// weight, as one warning is enough.
 inline void MasterWeights::note_stepped() {
   for (const Weight& weight : weights_) {
     if (!weight.main || !weight.master.defined()) continue;

@@ -169,6 +169,7 @@ inline std::function<void()> MastersOfModel::keep() {
       }
     }
     note_copied();
+    // Masters that were ahead of the model are so again: is_copied() goes by their versions.
     for (const Weight& weight : weights_) {
       if (!was_copied && weight.master.defined()) {
         weight.master.unsafeGetTensorImpl()->bump_version();

@@ -47,7 +47,8 @@ inline int64_t split_chunk_elements(const StepList& list) {
   return list.takes_parts ? elements : std::max(elements, largest);
 }
 
-/// Steps split weights: both halves, in memory of fp32.
+/// Steps split weights: both halves, in memory of fp32. SplitRuns::join writes a chunk's masters to
+/// the buffer and returns them as parts of it; split() writes them back to the halves.
 class SplitStep final : public StepMethod {
  public:
   void check(const at::Tensor& weight, const at::Tensor& gradient,
