@@ -210,7 +210,7 @@ class AutocastKernel final : public c10::OperatorKernel {
     WrittenCopies written;
     std::optional<NoWarning> no_warning;
     if (casts.cast != Cast::unchanged) {
-      written = cast_arguments(casts, facts, op, *stack);
+      written = cast_arguments(casts, facts, op, *stack);  // throws if there are no facts
       if (facts->is_recurrent_layer) no_warning.emplace(scattered_weights);
     }
     op.redispatchBoxed(keys & after_, stack);

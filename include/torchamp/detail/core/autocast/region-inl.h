@@ -202,7 +202,7 @@ TORCHAMP_BODY void AutocastRegion::restore() {
   listeners_.end_kept_region();
   before_.apply();
   set_cast_cache(cache_enabled_before_);
-  listeners_.end_op_rule();
+  listeners_.end_op_rule();  // last: its warning may run the program's code
 }
 
 }  // namespace torchamp::detail

@@ -57,7 +57,8 @@ inline constexpr std::string_view fp32_only_ops[] = {
     "special_shifted_chebyshev_polynomial_u"sv, "special_shifted_chebyshev_polynomial_v"sv,
     "special_shifted_chebyshev_polynomial_w"sv, "special_spherical_bessel_j0"sv, "special_zeta"sv};
 /// Of sparse matrices. A product of one by `mm` or `matmul` is left to LibTorch's kernels, which
-/// cast to 16 bits whatever the layout is: a kernel of torchamp's for these would slow dense products down.
+/// cast to 16 bits whatever the layout is: a kernel of torchamp's for these would slow dense
+/// products down.
 inline constexpr std::string_view sparse_ops[] = {
     "_sparse_mm"sv, "_sparse_addmm"sv, "_sparse_sparse_matmul"sv, "_sparse_softmax"sv,
     "_sparse_log_softmax"sv, "sspaddmm"sv, "smm"sv, "hspmm"sv, "sparse_sampled_addmm"sv};

@@ -33,7 +33,8 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-/// What the optimizers of the iteration have found.
+/// What the optimizers of the iteration have found. Where other processes have a say, all processes
+/// come here together: what they have not agreed on yet they do here.
 inline Findings findings_of(StepLedger& ledger, LossScale& scale) {
   Findings found;
   for (auto& entry : ledger.optimizers) {

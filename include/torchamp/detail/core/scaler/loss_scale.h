@@ -269,7 +269,7 @@ class LossScale {
   /// of date, but for what the device does not keep, and followed_ is told of each change.
   void leave_host() {
     if (on_device_) return;
-    const c10::InferenceMode no_inference(false);
+    const c10::InferenceMode no_inference(false);  // tensors of inference mode refuse later writes
     skips_.fill_(host_.skips);
     if (is_torch_update(options_)) {
       on_device_ = std::make_unique<TorchUpdate>(host_, scale_);

@@ -170,8 +170,8 @@ inline bool host_sees_finite(const StepDivisor& divisor) {
          std::isfinite(*divisor.grad_scale.const_data_ptr<float>());
 }
 
-/// Whether a device sees by divisor and norm whether all gradients are: clip_norm, in clip_grad.h,
-/// says so by Divisor::shows_non_finite.
+/// Whether the same two numbers show it on a device, where a check of them replaces that of all
+/// gradients. clip_norm, in clip_grad.h, says so by Divisor::shows_non_finite.
 inline bool device_sees_finite(at::Device device, const StepDivisor& divisor) {
   const at::Tensor& norm = divisor.clip.norm;
   return divisor.clip.shows_non_finite && number_to_check(divisor).defined() && norm.defined() &&
@@ -193,6 +193,7 @@ inline void find_infs(const std::vector<GradientBatch>& batches, const StepDivis
   // The norm of a clip has read all gradients already: see Note [One read for norm and check].
   if (host_sees_finite(divisor)) return;
   if (device_sees_finite(home, divisor)) {
+    // The norm is the program's. The kernel multiplies it by 1, which is not to count as a write.
     const at::AutoDispatchBelowADInplaceOrView versions_stay;
     check_numbers({{home, at::kFloat}, {number, divisor.clip.norm}}, scale.one(), found_inf);
     return;
@@ -229,8 +230,9 @@ inline StepDivisor check_before_fused_step(torch::optim::Optimizer& optimizer, c
 
 // ---- A step, whoever divides --------------------------------------------------------------------
 
-/// Unscales and checks what unscale_ has not, so that found_inf tells whether to step; what a
-/// `fused` step is left to divide by.
+/// Unscales and checks what unscale_ has not, so that found_inf tells whether to step. Returns what
+/// a `fused` step divides by; nothing if the gradients are unscaled: then the step itself looks up
+/// a clip that is still pending (FusedOptimizerOf::step_and_forget_clip).
 inline StepDivisor prepare_gradients(torch::optim::Optimizer& optimizer, bool fused,
                                      OptimizerState& state, LossScale& scale) {
   expect_replays(optimizer, scale);
