@@ -11,7 +11,6 @@
 
 #include <array>
 #include <memory>
-#include <utility>
 
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/runtime/runtime.h"
@@ -91,7 +90,7 @@ inline std::shared_ptr<const ThreadPolicy> for_this_backward_pass(
   if (pass == ThreadPolicy::no_backward_pass || pass == policy->backward_pass) return policy;
   auto copy = copy_of(policy.get());
   copy->backward_pass = pass;
-  copy->outside = policy->outside ? policy->outside : std::move(policy);
+  copy->outside = policy->outside ? policy->outside : policy;
   return copy;
 }
 

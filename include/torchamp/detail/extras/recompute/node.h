@@ -79,7 +79,7 @@ inline bool shares_memory(const at::Tensor& tensor) {
 class RecomputeNode final : public torch::autograd::Node {
  public:
   /// Runs `function`, and gives its outputs a history without its activations.
-  static std::vector<at::Tensor> run(TensorFunction function, std::vector<at::Tensor> inputs,
+  static std::vector<at::Tensor> run(TensorFunction function, const std::vector<at::Tensor>& inputs,
                                      RecomputeContext context);
 
   void release_variables() override {
@@ -246,7 +246,7 @@ inline void RecomputeNode::set_edges(const std::vector<at::Tensor>& inputs,
 }
 
 inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
-                                                  std::vector<at::Tensor> inputs,
+                                                  const std::vector<at::Tensor>& inputs,
                                                   RecomputeContext context) {
   NodePtr pointer = make_node<RecomputeNode>();
   auto& node = static_cast<RecomputeNode&>(*pointer);
