@@ -57,18 +57,35 @@
 
 namespace torchamp::detail {
 
-/// Registers kernels of the ops that LibTorch's own kernels for the device cast to 16 bits.
+/// Registers kernels of the ops that LibTorch's own kernels for the device cast to 16 bits. The
+/// first call for a device does.
 inline void register_kernels_of_natively_lowered(at::DeviceType device) {
-  const auto install = [&](std::string_view name) {
-    for (const auto& op : find_ops(name, "WeightCache", /*missing_ok=*/true)) {
-      if (lowers_natively(op, device)) (void)register_kernel(op, device);
+  static std::array<std::once_flag, device_count> registered;
+  std::call_once(registered[device_index(device, "WeightCache")], [device] {
+    const auto install = [&](std::string_view name) {
+      for (const auto& op : find_ops(name, "WeightCache", /*missing_ok=*/true)) {
+        if (lowers_natively(op, device)) (void)register_kernel(op, device);
+      }
+    };
+    if (!facts_of(device).follows_cuda_lists) {
+      for (const std::string_view name : cpu_lower_precision_ops) install(name);
+    } else {
+      for (const ListedRule& rule : libtorch_cuda_lists) install(rule.op());
+      for (const std::string_view name : cuda_lower_precision_ops) install(name);
     }
-  };
-  if (!facts_of(device).follows_cuda_lists) {
-    for (const std::string_view name : cpu_lower_precision_ops) install(name);
-  } else {
-    for (const ListedRule& rule : libtorch_cuda_lists) install(rule.op());
-    for (const std::string_view name : cuda_lower_precision_ops) install(name);
+  });
+}
+
+/// Changes each defined tensor among a call's arguments at `positions` to what
+/// `changed(tensor, position)` returns.
+template <class Function>
+void change_arguments(const c10::FunctionSchema& schema, const std::vector<std::size_t>& positions,
+                      torch::jit::Stack& stack, const Function& changed) {
+  const std::size_t first = stack.size() - schema.arguments().size();
+  for (const std::size_t position : positions) {
+    c10::IValue& value = stack[first + position];
+    value = with_tensors_changed(
+        value, [&](const at::Tensor& tensor) { return changed(tensor, position); });
   }
 }
 
@@ -76,29 +93,23 @@ inline void register_kernels_of_natively_lowered(at::DeviceType device) {
 class StoredWeightCasts final : public WeightCasts {
  public:
   void prepare(at::DeviceType device) const override {
-    static std::array<std::once_flag, device_count> prepared;
-    std::call_once(prepared[device_index(device, "WeightCache")], [&] {
-      register_kernels_of_natively_lowered(device);
-      (void)derived_weights();
-    });
+    register_kernels_of_natively_lowered(device);
+    (void)derived_weights();
   }
 
   void cast(const c10::FunctionSchema& schema, const std::vector<std::size_t>& positions,
             at::ScalarType dtype, at::DeviceType device, torch::jit::Stack& stack) const override {
     const WeightKeep keep = keep_of_this_thread();
     if (keep.until == WeightKeep::Until::made) return;
-    const std::size_t first = stack.size() - schema.arguments().size();
     // Of what is added in place, only a parameter is a weight for sure.
     const bool in_place = schema.name().ends_with('_');
-    for (const std::size_t position : positions) {
-      c10::IValue& value = stack[first + position];
-      value = with_tensors_changed(value, [&](const at::Tensor& tensor) {
-        const bool takes =
-            at::autocast::is_eligible(tensor, device) && tensor.scalar_type() != dtype &&
-            is_weight(tensor, in_place ? std::string_view() : schema.arguments()[position].name());
-        return takes ? kept_cast(derived_weights(), tensor, dtype, keep) : tensor;
-      });
-    }
+    const auto cast_of = [&](const at::Tensor& tensor, std::size_t position) {
+      const bool takes =
+          at::autocast::is_eligible(tensor, device) && tensor.scalar_type() != dtype &&
+          is_weight(tensor, in_place ? std::string_view() : schema.arguments()[position].name());
+      return takes ? kept_cast(derived_weights(), tensor, dtype, keep) : tensor;
+    };
+    change_arguments(schema, positions, stack, cast_of);
   }
 
   bool uses_libtorch_cache() const override { return false; }
@@ -108,9 +119,7 @@ class StoredWeightCasts final : public WeightCasts {
 class CastsTogether final : public WeightCasts {
  public:
   void prepare(at::DeviceType device) const override {
-    static std::array<std::once_flag, device_count> prepared;
-    std::call_once(prepared[device_index(device, "WeightCache")],
-                   [&] { register_kernels_of_natively_lowered(device); });
+    register_kernels_of_natively_lowered(device);
   }
 
   void cast(const c10::FunctionSchema& schema, const std::vector<std::size_t>& positions,
@@ -120,24 +129,14 @@ class CastsTogether final : public WeightCasts {
       return;
     }
     std::optional<CastPoolHandle> handle;
-    const auto cast_of = [&](const at::Tensor& tensor) -> at::Tensor {
+    const auto cast_of = [&](const at::Tensor& tensor, std::size_t /*position*/) {
       const WeightUse use = weight_use(tensor, device);
-      if (!use.weight.defined()) return {};
+      if (!use.weight.defined()) return tensor;
       if (!handle) handle = cast_pool(use.weight.device(), dtype);
-      return handle->pool->cast(use, dtype);
+      const at::Tensor cast = handle->pool->cast(use, dtype);
+      return cast.defined() ? cast : tensor;
     };
-    const std::size_t first = stack.size() - schema.arguments().size();
-    for (const std::size_t position : positions) {
-      c10::IValue& value = stack[first + position];
-      if (value.isTensor()) {
-        if (at::Tensor cast = cast_of(value.toTensor()); cast.defined()) value = std::move(cast);
-      } else if (value.isList()) {
-        value = with_tensors_changed(value, [&](const at::Tensor& tensor) {
-          at::Tensor cast = cast_of(tensor);
-          return cast.defined() ? cast : tensor;
-        });
-      }
-    }
+    change_arguments(schema, positions, stack, cast_of);
   }
 
   bool uses_libtorch_cache() const override { return true; }
