@@ -72,56 +72,37 @@ class DerivedWeights final : public KeptWeights {
         stream_is_captured(weight)) {
       return make(Tensors());
     }
-    Tensors reusable;
-    std::uint64_t times_told = 0;
-    {
-      const std::scoped_lock lock(mutex_);
-      if (const auto place = place_of(weight, form); place != entries_.end()) {
-        Entry& entry = place->second;
-        if (entry.holds(weight)) {
-          ++counts_.hits;
-          if (hit != nullptr) *hit = true;
-          if (keep.until >= entry.keep.until) entry.keep = keep;
-          entry.used = ++uses_;
-          return entry.tensors;
-        }
-        reusable = std::move(entry.tensors);
-        Entries emptied;
-        drop(place, emptied);
-      }
-      ++counts_.misses;
-      times_told = times_told_;
+    Lookup found = look_up(weight, form, keep);
+    if (found.holds) {
+      if (hit != nullptr) *hit = true;
+      return std::move(found.tensors);
     }
-    const auto is_unshared = [](const at::Tensor& tensor) {
-      return !tensor.defined() || (tensor.use_count() == 1 && tensor.storage().use_count() == 1);
-    };
-    if (!std::ranges::all_of(reusable, is_unshared)) reusable.clear();
+    if (!std::ranges::all_of(found.tensors, is_unshared)) found.tensors.clear();
     // From before: if another thread writes to the weight meanwhile, this does not hold.
     WeightStamp stamp(weight);
-    Tensors made = make(std::as_const(reusable));
-    reusable.clear();
-    add(weight, std::move(stamp), form, keep, made, times_told);
+    Tensors made = make(std::as_const(found.tensors));
+    found.tensors.clear();
+    add(weight, std::move(stamp), form, keep, made, found.changes);
     return made;
   }
 
   void changed(at::TensorList weights) override {
-    ++times_told_;
-    if (is_empty()) return;
+    const std::scoped_lock lock(mutex_);
+    ++changes_;
+    if (entries_.empty()) return;
     std::unordered_set<const void*> memory;
     for (const at::Tensor& weight : weights) {
       if (weight.defined() && weight.has_storage()) {
         memory.insert(weight.storage().unsafeGetStorageImpl());
       }
     }
-    const std::scoped_lock lock(mutex_);
     for (auto& [owner, entry] : entries_) {
       if (memory.contains(entry.stamp.memory())) entry.is_stale = true;
     }
   }
   void all_changed() override {
-    ++times_told_;
-    if (is_empty()) return;
     const std::scoped_lock lock(mutex_);
+    ++changes_;
     for (auto& [owner, entry] : entries_) entry.is_stale = true;
   }
   std::uint64_t begin_region() override {
@@ -143,8 +124,10 @@ class DerivedWeights final : public KeptWeights {
     drop_if([](const Entry& entry) { return entry.keep.until == WeightKeep::Until::weights_step; });
   }
   void clear() override {
-    ++times_told_;
-    drop_if([](const Entry&) { return true; });
+    Entries dropped;
+    const std::scoped_lock lock(mutex_);
+    ++changes_;
+    drop_if([](const Entry&) { return true; }, dropped);
   }
 
   /// Drops the data of destroyed weights.
@@ -173,7 +156,10 @@ class DerivedWeights final : public KeptWeights {
   }
 
   /// Whether nothing is kept.
-  bool is_empty() const { return size_.load(std::memory_order_relaxed) == 0; }
+  bool is_empty() const {
+    const std::scoped_lock lock(mutex_);
+    return entries_.empty();
+  }
 
   Counts counts() const {
     const std::scoped_lock lock(mutex_);
@@ -215,6 +201,38 @@ class DerivedWeights final : public KeptWeights {
   };
   using Entries = std::multimap<const c10::TensorImpl*, Entry>;  // by owner_of() the weight
 
+  /// What get() finds.
+  struct Lookup {
+    bool holds = false;         ///< `tensors` are of the weight as it is
+    Tensors tensors{};          ///< else memory of former values, or nothing
+    std::uint64_t changes = 0;  ///< of which the store knew then
+  };
+
+  Lookup look_up(const at::Tensor& weight, WeightForm form, WeightKeep keep) {
+    Entries dropped;
+    const std::scoped_lock lock(mutex_);
+    const auto place = place_of(weight, form);
+    if (place == entries_.end()) {
+      ++counts_.misses;
+      return {.changes = changes_};
+    }
+    Entry& entry = place->second;
+    if (entry.holds(weight)) {
+      ++counts_.hits;
+      if (keep.until >= entry.keep.until) entry.keep = keep;
+      entry.used = ++uses_;
+      return {.holds = true, .tensors = entry.tensors, .changes = changes_};
+    }
+    ++counts_.misses;
+    Tensors former = std::move(entry.tensors);
+    drop(place, dropped);
+    return {.tensors = std::move(former), .changes = changes_};
+  }
+
+  static bool is_unshared(const at::Tensor& tensor) {
+    return !tensor.defined() || (tensor.use_count() == 1 && tensor.storage().use_count() == 1);
+  }
+
   /// Whether the time is over for which something is to be kept. With the lock.
   bool is_over(WeightKeep keep) const {
     return keep.until == WeightKeep::Until::region_ends && !open_regions_.contains(keep.region);
@@ -228,25 +246,26 @@ class DerivedWeights final : public KeptWeights {
     return entries_.end();
   }
 
+  /// Stores `made`, unless a weight has changed since `changes`: it may have been this one, without
+  /// a count of LibTorch's.
   void add(const at::Tensor& weight, WeightStamp stamp, WeightForm form, WeightKeep keep,
-           const Tensors& made, std::uint64_t times_told) {
+           const Tensors& made, std::uint64_t changes) {
     Entry entry(weight, std::move(stamp), form, keep, made);
     Entries dropped;
     const std::scoped_lock lock(mutex_);
-    if (times_told != times_told_ || suspensions_ > 0) return;
+    if (changes != changes_ || suspensions_ > 0) return;
     if (entry.bytes > budget_ || is_over(keep)) return;
     const auto other = place_of(weight, form);
     if (other != entries_.end()) drop(other, dropped);  // another thread was quicker
     make_room(entry.bytes, dropped);
-    if (size_ >= purge_at_ || counts_.bytes >= purge_at_bytes_) {
+    if (entries_.size() >= purge_at_ || counts_.bytes >= purge_at_bytes_) {
       drop_if([](const Entry&) { return false; }, dropped);
-      purge_at_ = std::max<std::size_t>(least_to_purge, 2 * size_);
+      purge_at_ = std::max<std::size_t>(least_to_purge, 2 * entries_.size());
       purge_at_bytes_ = std::max<int64_t>(least_bytes_to_purge, 2 * counts_.bytes);
     }
     entry.used = ++uses_;
     counts_.bytes += entry.bytes;
     entries_.emplace(owner_of(weight), std::move(entry));
-    ++size_;
   }
 
   /// Drops the least recently used data until `bytes` more fit.
@@ -261,7 +280,6 @@ class DerivedWeights final : public KeptWeights {
   void drop(Entries::iterator entry, Entries& dropped) {
     counts_.bytes -= entry->second.bytes;
     dropped.insert(entries_.extract(entry));
-    --size_;
   }
   /// What `leaves` selects, and the data of destroyed weights.
   template <class Leaves>
@@ -273,7 +291,6 @@ class DerivedWeights final : public KeptWeights {
   }
   template <class Leaves>
   void drop_if(const Leaves& leaves) {
-    if (is_empty()) return;
     Entries dropped;
     const std::scoped_lock lock(mutex_);
     drop_if(leaves, dropped);
@@ -283,6 +300,7 @@ class DerivedWeights final : public KeptWeights {
   Entries entries_;
   Counts counts_;
   std::uint64_t uses_ = 0;
+  std::uint64_t changes_ = 0;  // calls of changed(), all_changed() and clear()
   std::uint64_t regions_ = 0;  // that have begun; the number of the last one
   std::unordered_set<std::uint64_t> open_regions_;
   // The numbers of entries or bytes at which the data of destroyed weights is searched. So at most
@@ -292,9 +310,7 @@ class DerivedWeights final : public KeptWeights {
   std::size_t purge_at_ = least_to_purge;
   int64_t purge_at_bytes_ = least_bytes_to_purge;
   int64_t budget_ = std::numeric_limits<int64_t>::max();
-  std::atomic<std::size_t> size_ = 0;
-  std::atomic<std::uint64_t> times_told_ = 0;
-  std::atomic<int64_t> suspensions_ = 0;
+  std::atomic<int64_t> suspensions_ = 0;  // asked in get() before the lock is taken
 };
 
 /// The process's store, which the first call creates. Any thread.
