@@ -13,6 +13,7 @@
 
 #include <cstdint>
 #include <cstdlib>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <string>
@@ -103,6 +104,31 @@ TEST(ShardedMasters, PassOverParametersWithoutElements) {
   optimizer.step();
   EXPECT_NO_THROW(masters.copy_to_model());
   EXPECT_FALSE(at::equal(net->bias, before));
+}
+
+TEST(ShardedMasters, KeepOneScaleWhereAProcessHasNoGradients) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  torch::nn::Linear net(4, 2);
+  ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16});
+  torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(0.5));
+  torchamp::GradScaler scaler({.init_scale = 64., .growth_interval = 2});
+  for (const bool bad : {true, false, false}) {
+    scaler.scale(net->forward(at::ones({1, 4}, at::kBFloat16)).to(at::kFloat).sum()).backward();
+    if (group->getRank() == 1) {
+      for (Tensor shard : masters.parameters()) shard.mutable_grad().reset();
+    } else if (bad) {
+      masters.parameters()[0].mutable_grad().fill_(std::numeric_limits<float>::infinity());
+    }
+    scaler.step(optimizer);
+    scaler.update();
+    masters.copy_to_model();
+    if (bad) {
+      EXPECT_EQ(scaler.get_scale(), 32.);
+    }
+    optimizer.zero_grad();
+  }
+  EXPECT_EQ(scaler.get_scale(), 64.) << "two good iterations";
 }
 
 TEST(ShardedMasters, TakeGroupsSchedulersFrozenUnusedAndAccumulatedWeights) {

@@ -41,7 +41,8 @@ inline Findings findings_of(StepLedger& ledger, LossScale& scale) {
     OptimizerState& state = entry.state;
     if (state.stage == OptimizerState::Stage::ready) continue;
     agree(state, scale, ledger.losses.get());
-    if (!state.had_gradients && !scale.options().agree_found_inf) continue;
+    // Processes that have agreed make the same update, also one that has no gradients itself.
+    if (!state.had_gradients && !has_others(state, scale.options())) continue;
     const std::optional<bool> flag = state.found_inf.without_reading();
     found.known &= flag.has_value();
     if (state.amax.defined()) {
