@@ -117,9 +117,9 @@ class AutocastKernel final : public c10::OperatorKernel {
     OpRuleUsage* const usage = of_thread->op_rule_usage.get();
     if (run_by_op_rule(policy, rule, usage, op, *stack)) return;
     const Facts* const facts = facts_of_op(op);
-    const CallCasts casts = casts_of(*of_thread, rule, facts);
-    if (casts.cast == Cast::native) return call_native(op, keys, stack);
-    call_cast(casts, facts, op, keys, stack);
+    const CallCast how = cast_of_call(*of_thread, rule, facts);
+    if (how.cast == Cast::native) return call_native(op, keys, stack);
+    call_cast(how, facts, op, keys, stack);
   }
 
  private:
@@ -183,53 +183,54 @@ class AutocastKernel final : public c10::OperatorKernel {
   }
 
   /// What becomes of a call's arguments.
-  struct CallCasts {
+  struct CallCast {
     Cast cast;  // native: nothing here, LibTorch's kernel decides
     Where where;
-    const WeightCasts* weights;  // who casts weights to 16 bits, if not LibTorch
+    const WeightCasts* weight_casts;  // who casts weights to 16 bits, if not LibTorch
   };
 
   /// As the rule says. But where a region has its own casts of weights, what LibTorch's kernel
-  /// would cast to 16 bits is cast here, so that they come to it; not if a condition has decided
-  /// for LibTorch's kernel, which has been announced.
-  static CallCasts casts_of(const ThreadPolicy& of_thread, const CallRule& rule,
-                            const Facts* facts) {
-    const WeightCasts* const weights = of_thread.casts;
-    if (weights != nullptr && rule.cast == Cast::native) {
+  /// would cast to 16 bits is cast here, to the same values, so that the weights come to them. Not
+  /// if a condition of the policy has decided for LibTorch's kernel: PolicyData::decide has
+  /// announced to profilers that it runs.
+  static CallCast cast_of_call(const ThreadPolicy& of_thread, const CallRule& rule,
+                               const Facts* facts) {
+    const WeightCasts* const weight_casts = of_thread.weight_casts;
+    if (weight_casts != nullptr && rule.cast == Cast::native) {
       const bool lowers = !rule.decided_by_call && facts != nullptr && facts->is_natively_lowered;
-      if (lowers) return {Cast::lower_precision, Where::always, weights};
+      if (lowers) return {Cast::lower_precision, Where::always, weight_casts};
     }
-    const bool may_narrow = weights != nullptr && row_of(rule.cast)->may_narrow;
-    return {rule.cast, rule.where, may_narrow ? weights : nullptr};
+    const bool may_narrow = weight_casts != nullptr && row_of(rule.cast)->may_narrow;
+    return {rule.cast, rule.where, may_narrow ? weight_casts : nullptr};
   }
 
   /// Calls the op with cast arguments, and with autocast off.
-  void call_cast(const CallCasts& casts, const Facts* facts, const c10::OperatorHandle& op,
+  void call_cast(const CallCast& how, const Facts* facts, const c10::OperatorHandle& op,
                  c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     WrittenCopies written;
     std::optional<NoWarning> no_warning;
-    if (casts.cast != Cast::unchanged) {
-      written = cast_arguments(casts, facts, op, *stack);  // throws if there are no facts
+    if (how.cast != Cast::unchanged) {
+      written = cast_arguments(how, facts, op, *stack);  // throws if there are no facts
       if (facts->is_recurrent_layer) no_warning.emplace(scattered_weights);
     }
     op.redispatchBoxed(keys & after_, stack);
     if (!written.empty()) copy_back(written);
   }
 
-  WrittenCopies cast_arguments(const CallCasts& casts, const Facts* facts,
+  WrittenCopies cast_arguments(const CallCast& how, const Facts* facts,
                                const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
     const std::size_t count = op.schema().arguments().size();
     TORCHAMP_CHECK(facts != nullptr && count == argument_count_, "torchamp: '",
                    full_name(op.operator_name()),
                    "' was registered again with other arguments, but policies keep its first "
                    "schema. Give the new op another name.");
-    if (facts->takes_probabilities && casts.cast == Cast::fp32) {
+    if (facts->takes_probabilities && how.cast == Cast::fp32) {
       warn_of_16_bit_probabilities(op, stack);
     }
     const CastArguments& cast = facts->cast_arguments;
-    if (casts.where == Where::call_is_refused && !cast.is_refused(stack)) return {};
-    return cast(casts.cast, device_, casts.weights, op.schema(), stack);
+    if (how.where == Where::call_is_refused && !cast.is_refused(stack)) return {};
+    return cast(how.cast, device_, how.weight_casts, op.schema(), stack);
   }
 
   std::optional<NativeKernel> native_;  // LibTorch's, which it replaces, if there is one

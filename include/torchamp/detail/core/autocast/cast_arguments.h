@@ -82,14 +82,16 @@ class CastArguments {
   }
 
   /// Casts as `cast` says for a region of `device`. After the op has run, what it has written is to
-  /// be written back. `casts`: who casts weights to 16 bits, if not LibTorch.
-  [[nodiscard]] WrittenCopies operator()(Cast cast, at::DeviceType device, const WeightCasts* casts,
+  /// be written back. `weight_casts`: who casts weights to 16 bits, if not
+  /// LibTorch.
+  [[nodiscard]] WrittenCopies operator()(Cast cast, at::DeviceType device,
+                                         const WeightCasts* weight_casts,
                                          const c10::FunctionSchema& schema,
                                          torch::jit::Stack& stack) const {
     const Call call{device, stack.data() + (stack.size() - count_)};
     const auto narrow = [&](Dtype dtype) {
-      if (casts && dtype && is_16_bit(*dtype)) {
-        casts->cast(schema, positions_, *dtype, device, stack);
+      if (weight_casts && dtype && is_16_bit(*dtype)) {
+        weight_casts->cast(schema, positions_, *dtype, device, stack);
       }
       return to(dtype, call);
     };
@@ -101,7 +103,7 @@ class CastArguments {
       case Cast::promote:
         return written_position_ ? narrow(dtype_written_to(call)) : to(widest(call), call);
       case Cast::fp32:
-        if (dtype_position_ && can_ask_for_fp32(call)) return {};
+        if (dtype_position_ && ask_for_fp32(call)) return {};
         if (promotes_ && widen_one(call)) return {};
         return to(at::kFloat, call);
       case Cast::native:
@@ -237,10 +239,10 @@ class CastArguments {
     return call.can_cast(tensor) && tensor.scalar_type() != dtype;
   }
 
-  // LibTorch's rule for `fp32_set_opt_dtype`: a dtype that the caller gave stands. False if the
-  // arguments must be cast instead: a tensor that is never cast would be converted, too, and ops on
-  // nested tensors take no dtype.
-  bool can_ask_for_fp32(const Call& call) const {
+  // Sets the op's dtype argument to fp32, by LibTorch's rule for `fp32_set_opt_dtype`: a dtype that
+  // the caller gave stands. False, with nothing set, if the arguments must be cast instead: a
+  // tensor that is never cast would be converted, too, and ops on nested tensors take no dtype.
+  bool ask_for_fp32(const Call& call) const {
     c10::IValue& dtype = call[*dtype_position_];
     if (!dtype.isNone()) return true;
     bool castable = false, all_can_be_asked = true;

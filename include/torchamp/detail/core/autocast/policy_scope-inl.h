@@ -43,9 +43,9 @@ class SparePolicy {
 
  private:
   static bool is_of_use(const ThreadPolicy& policy) {
-    const bool is_extras = policy.op_rule_usage || policy.guards || policy.keep.region != 0;
+    const bool has_extras = policy.op_rule_usage || policy.guards || policy.keep.region != 0;
     const bool is_of_backward = policy.backward_pass != ThreadPolicy::no_backward_pass;
-    if (!policy.is_in_guard || is_of_backward || is_extras) return false;
+    if (!policy.is_in_guard || is_of_backward || has_extras) return false;
     for (const Edit& edit : policy.inherited->edits) {
       if (edit.when.predicate) return false;
     }

@@ -76,13 +76,13 @@ inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
 }
 
 TORCHAMP_BODY void prepare_region(const char* call, const PolicyData& policy,
-                                  const WeightCasts* casts, std::size_t device_index,
+                                  const WeightCasts* weight_casts, std::size_t device_index,
                                   at::ScalarType dtype) {
   policy.compile_once(device_index);
   const at::DeviceType device = autocast_devices[device_index];
   const OpRule* const rule = is_16_bit(dtype) ? policy.op_rule() : nullptr;
   if (rule != nullptr) rule->prepare(call, policy, device, dtype);
-  if (casts != nullptr) casts->prepare(device);
+  if (weight_casts != nullptr) weight_casts->prepare(device);
 }
 
 /// The policy of a guard with these options.
@@ -110,17 +110,17 @@ TORCHAMP_BODY RegionState resolve(at::DeviceType device, const AutocastOptions& 
   if (!cache_enabled && options.cache) cache_enabled = *options.cache != WeightCache::none;
   const auto inherited_until =
       outer && outer->is_in_guard ? outer->keep.until : WeightKeep::Until::region_ends;
-  const WeightCasts* const inherited_casts = outer ? outer->casts : nullptr;
+  const WeightCasts* const inherited_casts = outer ? outer->weight_casts : nullptr;
   const RegionState inside{.autocast = autocast,
                            .around = around,
                            .outer = outer,
                            .device_index = index,
                            .policy = policy_of(options, guards, outer),
                            .keep_until = cache ? cache->until() : inherited_until,
-                           .casts = cache ? cache->casts() : inherited_casts,
+                           .weight_casts = cache ? cache->casts() : inherited_casts,
                            .cache_enabled = cache_enabled};
   if (autocast.enabled) {
-    prepare_region("AutocastGuard", *inside.policy, inside.casts, index, autocast.dtype);
+    prepare_region("AutocastGuard", *inside.policy, inside.weight_casts, index, autocast.dtype);
   }
   return inside;
 }
@@ -142,8 +142,8 @@ inline bool must_push_again(const RegionState& inside) {
 
 /// What the thread's last guard has left behind, if the region may use it; null if not.
 inline PolicyInSlot* spare_for(const RegionState& inside) {
-  const bool is_extras = inside.op_rule() != nullptr || kept_weights() != nullptr;
-  if (!inside.autocast.enabled || is_extras) return nullptr;
+  const bool listener_begins = inside.op_rule() != nullptr || kept_weights() != nullptr;
+  if (!inside.autocast.enabled || listener_begins) return nullptr;
   PolicyInSlot* const spare = SparePolicy::find();
   return spare != nullptr && inside.is_in(*spare->policy) ? spare : nullptr;
 }
@@ -156,7 +156,7 @@ inline std::shared_ptr<const ThreadPolicy> policy_within(const RegionState& insi
   inner->in_force[inside.device_index] = inside.autocast.enabled ? inside.policy : nullptr;
   inner->is_in_guard = true;
   inner->keep.until = inside.keep_until;
-  inner->casts = inside.casts;
+  inner->weight_casts = inside.weight_casts;
   listeners.begin(*inner, inside.op_rule());
   return inner;
 }
@@ -189,7 +189,7 @@ TORCHAMP_BODY void AutocastRegion::push(const RegionState& inside) {
   if (inside.cache_enabled) {
     // What torchamp's cache does not take is cast anew: LibTorch's would not see that it changes.
     set_cast_cache(*inside.cache_enabled &&
-                   (inside.casts == nullptr || inside.casts->uses_libtorch_cache()));
+                   (inside.weight_casts == nullptr || inside.weight_casts->uses_libtorch_cache()));
   }
   const bool is_outermost = nesting_.enter() == 1;
   // See Note [Who clears LibTorch's cache of casts].
@@ -197,12 +197,13 @@ TORCHAMP_BODY void AutocastRegion::push(const RegionState& inside) {
 }
 
 TORCHAMP_BODY void AutocastRegion::restore() {
+  // In any order, but for the last.
   const bool was_outermost = nesting_.leave("~AutocastGuard") == 0;
   if (was_outermost || dtype_changes_) at::autocast::clear_cache();
   listeners_.end_kept_region();
   before_.apply();
   set_cast_cache(cache_enabled_before_);
-  listeners_.end_op_rule();  // last: its warning may run the program's code
+  listeners_.end_op_rule();
 }
 
 }  // namespace torchamp::detail

@@ -37,7 +37,7 @@ struct RegionState {
   /// the thread's policy around it.
   const std::shared_ptr<const PolicyData>& policy;
   WeightKeep::Until keep_until;       // of what is made of weights
-  const WeightCasts* casts;           // of weights; null: LibTorch's
+  const WeightCasts* weight_casts;    // null: LibTorch's
   std::optional<bool> cache_enabled;  // LibTorch's flag; unset: as it is
 
   bool changes_dtype() const { return autocast.dtype != around.dtype; }
@@ -50,7 +50,7 @@ struct RegionState {
   /// Whether a thread's policy says all this of the device.
   bool is_in(const ThreadPolicy& thread) const {
     return thread.inherited == policy && thread.in_force[device_index].get() == policy_in_force() &&
-           thread.keep.until == keep_until && thread.casts == casts;
+           thread.keep.until == keep_until && thread.weight_casts == weight_casts;
   }
 };
 
@@ -62,7 +62,7 @@ RegionState resolve(at::DeviceType device, const AutocastOptions& options,
 
 /// Makes all ready for a region of a device: the policy, and who casts weights, if not LibTorch.
 /// Error, of `call`: a strict fp8 rule that the region cannot follow.
-void prepare_region(const char* call, const PolicyData& policy, const WeightCasts* casts,
+void prepare_region(const char* call, const PolicyData& policy, const WeightCasts* weight_casts,
                     std::size_t device_index, at::ScalarType dtype);
 
 /// Tells extras of one region: KeptWeights, of the outermost one, and the OpRule of its policy.
@@ -79,12 +79,11 @@ class RegionListeners {
     if (kept != nullptr) inner.keep.region = kept_region_ = kept->begin_region();
   }
 
-  /// The region ends. LibTorch's cache of casts has been cleared, if this guard's end clears it:
-  /// see AutocastRegion::restore.
+  /// The region ends, and with it what KeptWeights keep for it.
   void end_kept_region() const {
     if (kept_region_ != 0) kept_weights()->end_region(kept_region_);
   }
-  /// The state around the region is in force again: a warning may run the program's code.
+  /// Warns of an unused rule, which may run the program's code: after all else is restored.
   void end_op_rule() const {
     if (usage_ != nullptr && std::uncaught_exceptions() == exceptions_) usage_->warn_if_unused();
   }

@@ -27,6 +27,11 @@ inline WeightsWritten find_weights_written() {
   return reinterpret_cast<WeightsWritten>(address->toInt());
 }
 
+/// Says by an empty list that a step has ended: see WeightsWritten in base/tensors.h.
+inline void tell_that_step_has_ended(WeightsWritten tell) {
+  tell(at::TensorList());
+}
+
 /// Has masters notice a step that LibTorch's own optimizers may hide: SGD writes through data().
 inline void note_written(const torch::optim::Optimizer& optimizer) {
   any_parameter(optimizer, [](const at::Tensor& parameter) {
@@ -49,8 +54,7 @@ class DropWeightCasts {
     at::autocast::clear_cache();
     const WeightsWritten tell = find_weights_written();
     if (tell == nullptr) return;
-    const at::TensorList none;
-    tell(none);  // which says that a step has ended: see WeightsWritten in base/tensors.h
+    tell_that_step_has_ended(tell);
     if (optimizer_ == nullptr) return;
     for (const auto& group : optimizer_->param_groups()) tell(group.params());
   }

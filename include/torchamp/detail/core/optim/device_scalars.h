@@ -67,8 +67,8 @@ class DeviceScalars : public StepScalars {
     return buffers_.emplace_back(at::empty({elements}, one_.options().dtype(dtype)));
   }
 
-  /// Takes the scale and the flag to this device, and all memory that counting takes. `is_exact`:
-  /// the flag is 0 or 1.
+  /// Takes the scale and the flag to this device, and all memory that counting takes. Waits for no
+  /// device. `is_exact`: the flag is 0 or 1.
   void prepare(const at::Tensor& grad_scale, const at::Tensor& found_inf, bool is_exact) {
     forget_step();  // one that has thrown
     if (grad_scale.defined()) grad_scale_ = to_device_async(device(), grad_scale);
@@ -88,7 +88,7 @@ class DeviceScalars : public StepScalars {
   void count_before_kernels() {
     if (asked_ == Asked::number) add_step();
   }
-  /// Counts it there else, and counts on the host what that knows.
+  /// Counts it there else. The host counts, too: surely, or as a step that may have been skipped.
   void count_after_kernels() {
     if (asked_ == Asked::is_first) add_step();
     for (const auto& counter : counters_) {
@@ -110,8 +110,8 @@ class DeviceScalars : public StepScalars {
   }
 
  private:
-  /// Where only the first step matters, none once the host knows that there was one: at_least,
-  /// which StepCounter never lowers, is above 0 then.
+  /// Where only the first step matters, none once the host knows that there was one, as it does
+  /// for good once StepCounter::at_least is above 0.
   std::vector<at::Tensor> counts_to_add_to() const {
     std::vector<at::Tensor> counts;
     for (const auto& counter : counters_) {
@@ -125,8 +125,9 @@ class DeviceScalars : public StepScalars {
     at::_foreach_add_(counts_, one_);
     if (found_inf_) at::_foreach_add_(counts_, *found_inf_, /*alpha=*/-1.);
   }
-  /// Has the host learn whether there was a first step. A graph does so between its replays, by
-  /// wants_look() and look() of the body's states.
+  /// Has the host learn, without waiting, whether there was a first step: StepCounter::look() asks
+  /// the device, and a later learn() finds the answer. What a body of a graph asks would be asked
+  /// by each replay, so there the counter becomes one of the body's states, and the graph asks.
   static void learn_later(const std::shared_ptr<StepCounter>& counter) {
     if (GraphBody* const body = GraphBody::current()) {
       body->states.push_back(counter);

@@ -66,10 +66,11 @@ inline constexpr std::string_view sparse_ops[] = {
 inline constexpr std::string_view sampling_ops[] = {
     "binomial"sv, "_sample_dirichlet"sv, "_dirichlet_grad"sv, "_standard_gamma"sv,
     "_standard_gamma_grad"sv};
-/// Ops that a CPU's autocast runs in fp32, and their kin, which a GPU refuses in bf16 or in both
-/// 16-bit dtypes (its Fourier transforms take fp16 for powers of two only). Their row holds on all
-/// devices, where LibTorch has no autocast kernel of its own for the op.
-inline constexpr std::string_view fp32_as_on_cpu_ops[] = {
+/// Ops that LibTorch's list for CPUs runs in fp32, and their kin, which its list for CUDA lacks. A
+/// GPU refuses them in bf16 or in both 16-bit dtypes (its Fourier transforms take fp16 for powers of
+/// two only). Their row holds where LibTorch has no autocast kernel of its own for the op, so what
+/// that does on a CPU stays.
+inline constexpr std::string_view fp32_by_cpu_list_ops[] = {
     "fft_fft"sv, "fft_ifft"sv, "fft_fft2"sv, "fft_ifft2"sv, "fft_fftn"sv, "fft_ifftn"sv,
     "fft_rfft"sv, "fft_irfft"sv, "fft_rfft2"sv, "fft_irfft2"sv, "fft_rfftn"sv, "fft_irfftn"sv,
     "fft_hfft"sv, "fft_ihfft"sv, "fft_hfft2"sv, "fft_ihfft2"sv, "fft_hfftn"sv, "fft_ihfftn"sv,
@@ -110,7 +111,7 @@ inline constexpr OpFamily decomposition("decomposition", decomposition_ops);
 inline constexpr OpFamily fp32_only("fp32_only", fp32_only_ops);
 inline constexpr OpFamily sparse("sparse", sparse_ops);
 inline constexpr OpFamily sampling("sampling", sampling_ops);
-inline constexpr OpFamily fp32_as_on_cpu("fp32_as_on_cpu", fp32_as_on_cpu_ops);
+inline constexpr OpFamily fp32_by_cpu_list("fp32_by_cpu_list", fp32_by_cpu_list_ops);
 inline constexpr OpFamily complex_view("complex_view", complex_view_ops);
 inline constexpr OpFamily one_dtype("one_dtype", one_dtype_ops);
 inline constexpr OpFamily one_dtype_in_place("one_dtype_in_place", one_dtype_in_place_ops);
@@ -153,7 +154,7 @@ inline constexpr StandardRow standard_rows[] = {
     {fp32_only, {Cast::fp32, Where::no_native_kernel}},
     {sparse, {Cast::fp32, Where::no_native_kernel}},
     {sampling, {Cast::promote}, /*on_cpu=*/{Cast::fp32}},
-    {fp32_as_on_cpu, {Cast::fp32, Where::no_native_kernel}},
+    {fp32_by_cpu_list, {Cast::fp32, Where::no_native_kernel}},
     {.family = complex_view, .rule = {Cast::fp32, Where::no_native_kernel}, .may_alias = true},
     {one_dtype, {Cast::promote, Where::no_native_kernel}},
     {.family = one_dtype_in_place, .rule = {Cast::promote}, .may_alias = true},

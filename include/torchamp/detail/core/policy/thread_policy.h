@@ -33,7 +33,9 @@ struct GuardOverride {
   bool module_policies = false;              ///< whether those of modules hold all the same
 };
 
-/// What a guard puts into the thread's slot. Immutable: LibTorch shares it with other threads.
+/// What a guard puts into the thread's slot. Immutable: LibTorch shares it with other threads. A
+/// guard may put the last one's there again: of each member, RegionState::is_in() compares it, or
+/// SparePolicy::keep() keeps none that has it.
 struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<ThreadPolicy> {
   C10_NOINLINE ~ThreadPolicy() override = default;
   std::shared_ptr<const PolicyData> inherited;  // for a nested guard that names no policy
@@ -41,7 +43,7 @@ struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<Thr
   std::array<std::shared_ptr<const PolicyData>, device_count> in_force;
   bool is_in_guard = false;
   WeightKeep keep;                              // of what is made of weights
-  const WeightCasts* casts = nullptr;           // of weights; null: LibTorch's
+  const WeightCasts* weight_casts = nullptr;    // null: LibTorch's
   std::shared_ptr<OpRuleUsage> op_rule_usage;   // of the innermost region with an OpRule
   std::shared_ptr<const GuardOverride> guards;  // of the guards inside; null but for a trial
   /// In which a scope put it in force: see Note [Sums of gradients].

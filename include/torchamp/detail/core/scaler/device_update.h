@@ -107,7 +107,7 @@ class FormulaUpdate final : public DeviceUpdate {
     const ScaleMemory<at::Tensor> after =
         after_update(options, before, found_inf != 0.,
                      amax.defined() ? amax.to(number_) : at::zeros({}, number_));
-    scale.copy_(after.scale);
+    scale.copy_(after.scale);  // a number that stays is copied onto itself
     for_each_number(
         [](const char*, at::Tensor& tensor, const at::Tensor& number) {
           if (tensor.defined()) tensor.copy_(number);

@@ -94,7 +94,7 @@ TORCHAMP_COLD std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
           here = detail::to_device_async(output.device(), scale_.scale());
         }
         output = at::mul(output, here);
-        ledger_.note_scaled(output);
+        ledger_.watch_scaled(output);
       }
     } else {
       ledger_.order.backward->note_begin_without_hook();
@@ -164,7 +164,7 @@ TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
     value = optimizer.step();
     detail::note_written(optimizer);
   }
-  ledger_.order.backward->note_unscaled(optimizer);
+  ledger_.order.backward->note_stepped(optimizer);
   return StepResult(ledger_.finish(state, scale_, std::move(value), std::move(missing)));
 }
 
@@ -191,7 +191,7 @@ TORCHAMP_COLD void GradScaler::update() {
   }
   const bool has_kept_gradients = ledger_.order.backward->has_kept_gradients();
   ledger_.end_iteration();
-  scale_.announce(met, has_kept_gradients);
+  scale_.announce(met, has_kept_gradients);  // last: it may run the program's code, which may throw
 }
 
 TORCHAMP_BODY void GradScaler::update(double new_scale) {

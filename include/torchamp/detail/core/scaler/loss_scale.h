@@ -3,9 +3,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/add.h>
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/nan_to_num.h>
 #include <ATen/ops/ones.h>
 #include <c10/core/InferenceMode.h>
@@ -44,7 +44,7 @@ namespace torchamp::detail {
 
 /// What the optimizers of an iteration have found in their gradients.
 struct Findings {
-  std::vector<at::Tensor> flags{};  ///< of each: 0-dim fp32, non-zero for an inf or a NaN
+  std::vector<at::Tensor> flags{};  ///< of each: 0-dim fp32, 1 for an inf or a NaN, else 0
   at::Tensor amax{};                ///< magnitude of the scaled gradients, where a ScaleRule asks
   bool known = true;                ///< to the host, without a read
   bool bad = false;                 ///< as far as known
@@ -213,7 +213,8 @@ class LossScale {
     if (!on_device_) return host_.scale > limit;
     return options_.max_scale > limit && followed_.may_be_above(limit, scale_, options_);
   }
-  /// From now on replays may change the scale, see FollowedScale. Before the questions above.
+  /// From now on replays may change the scale, see FollowedScale. Before these questions are asked,
+  /// where a step is captured.
   void expect_replays() { followed_.expect_replays(); }
 
   // ---- The update
@@ -237,9 +238,9 @@ class LossScale {
     const bool watched = ScaleLimits::watched(options_);
     if (watched) met = limits_.met_in_mirror(options_);
     ScaleLimits::throw_if_met(options_, met);
-    at::Tensor flag = found.flags.front();
-    for (std::size_t i = 1; i < found.flags.size(); ++i) flag = at::add(flag, found.flags[i]);
-    advance(found.flags.size() > 1 ? flag.clamp_max(1.) : flag, found.amax);
+    at::Tensor bad = found.flags.front();
+    for (std::size_t i = 1; i < found.flags.size(); ++i) bad = at::maximum(bad, found.flags[i]);
+    advance(bad, found.amax);
     if (watched) limits_.mirror.send(scale_and_skips_);
     return met;
   }
@@ -266,7 +267,8 @@ class LossScale {
   }
 
   /// Moves what is remembered to the device, for good, without a read. From here on host_ is out
-  /// of date, but for what the device does not keep, and followed_ is told of each change.
+  /// of date, but for what the device does not keep: only read() and set() use it then. followed_
+  /// is told of each change of the scale.
   void leave_host() {
     if (on_device_) return;
     const c10::InferenceMode no_inference(false);  // tensors of inference mode refuse later writes

@@ -59,12 +59,15 @@ class ScaledBackward {
     return has_run_;
   }
 
-  /// The gradients of `optimizer` are unscaled from now on, or its step has divided them.
+  /// The gradients of `optimizer` are unscaled from now on: a backward that adds to them is told.
   void note_unscaled(const torch::optim::Optimizer& optimizer) {
     const std::scoped_lock lock(mutex_);
-    if (has_added(optimizer)) drop(optimizer);
-    unscaled_.note(optimizer);
-    if (plain_steps_.is_looking()) SteppedWeights::note(optimizer);
+    note_divided(optimizer);
+  }
+  /// The scaler's step of `optimizer` is over, whether it was taken or skipped.
+  void note_stepped(const torch::optim::Optimizer& optimizer) {
+    const std::scoped_lock lock(mutex_);
+    note_divided(optimizer);
   }
   /// A clip that knows the scaler has written to unscaled gradients of `optimizer`.
   TORCHAMP_RARE void note_clipped(const torch::optim::Optimizer& optimizer) {
@@ -103,12 +106,13 @@ class ScaledBackward {
   /// Whether an optimizer was stepped past the scaler, see PlainSteps.
   bool end_iteration() {
     const std::scoped_lock lock(mutex_);
+    // Both look at what this iteration's optimizers have left, before it is forgotten.
     const bool any_plain_step = plain_steps_.end_iteration(unscaled_);
-    has_run_ = has_kept_gradients_ = false;
     last_left_.clear();
     unscaled_.for_first([this](const UnscaledGradients::Left& one) { last_left_.push_back(one); });
     unscaled_.clear();
     added_.clear();
+    has_run_ = has_kept_gradients_ = false;
     return any_plain_step;
   }
 
@@ -143,6 +147,13 @@ class ScaledBackward {
       return any_gradient(optimizer, [&](const at::Tensor& its) { return one.is(its); });
     });
     unscaled_.forget(optimizer);
+  }
+  /// Notes the gradients of `optimizer` as they are now. A program that was asked for the scale may
+  /// have added to unscaled ones: what it noted of these before is out of date.
+  void note_divided(const torch::optim::Optimizer& optimizer) {
+    if (has_added(optimizer)) drop(optimizer);
+    unscaled_.note(optimizer);
+    if (plain_steps_.is_looking()) SteppedWeights::note(optimizer);
   }
   bool watches_gradients() const { return !unscaled_.empty() || plain_steps_.is_looking(); }
   std::vector<Found> find_unscaled() const;

@@ -71,8 +71,8 @@ inline void check_complete(const torch::optim::Optimizer& optimizer, const Optim
 
 // ---- Gradients that are divided before the step -------------------------------------------------
 
-/// Tells the scale where a graph may replay this step, and change the scale unseen. To be called
-/// before may_be_below_one() and may_exceed(), which heed it.
+/// Tells the scale where a graph may replay this step, and change the scale unseen. Called before
+/// the scale is asked what may be left out because of it. May be called twice.
 inline void expect_replays(torch::optim::Optimizer& optimizer, LossScale& scale) {
   const auto* const captured = dynamic_cast<CapturedStep*>(&optimizer);
   if (GraphBody::is_running() || (captured && captured->may_be_captured())) scale.expect_replays();
@@ -81,6 +81,7 @@ inline void expect_replays(torch::optim::Optimizer& optimizer, LossScale& scale)
 TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimizer, LossScale& scale,
                                                const char* call) {
   const InternalOps guard;
+  expect_replays(optimizer, scale);
   std::shared_ptr<Shards> shards = shards_of(optimizer, call);
   const auto batches = gradients_of(
       optimizer, scale.stays_at_one() ? HalfGradients::allowed : HalfGradients::refused, call);
@@ -96,8 +97,8 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
     keep_deferred(*deferred, optimizer,
                   {.number = clip.number, .may_be_infinite = clip.may_be_infinite});
   }
-  expect_replays(optimizer, scale);
-  if (scale.may_be_below_one() && !rule) check_unscaled(batches, found_inf);
+  // A rule has looked at the quotients: see ScaleRule::check_and_measure.
+  if (!rule && scale.may_be_below_one()) check_unscaled(batches, found_inf);
   return {.stage = OptimizerState::Stage::unscaled,
           .found_inf = {std::move(found_inf), std::nullopt},
           .amax = std::move(amax),
@@ -108,13 +109,13 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
 }
 
 /// For GradScalerOptions::recheck: looks at unscaled gradients once more, and leaves it to
-/// agree_for_step to agree anew. Not where a step is tried again that processes have agreed on: it
-/// goes by that, since the others may not come to agree twice.
+/// agree_for_step to agree anew: see Note [What processes agree on].
 inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState& state) {
   using Agreement = OptimizerState::Agreement;
   if (state.agreement == Agreement::binding) return;
   const InternalOps guard;
-  if (state.agreement == Agreement::reached) {  // by found_inf(), whose caller may hold that flag
+  if (state.agreement == Agreement::reached) {
+    // GradScaler::found_inf() has reached it, and given its caller this flag.
     state.found_inf = {state.found_inf.tensor.clone(), std::nullopt};
   }
   state.shards = shards_of(optimizer, "GradScaler::step");
@@ -232,7 +233,7 @@ inline StepDivisor check_before_fused_step(torch::optim::Optimizer& optimizer, c
 
 /// Unscales and checks what unscale_ has not, so that found_inf tells whether to step. Returns what
 /// a `fused` step divides by; nothing if the gradients are unscaled: then the step itself looks up
-/// a clip that is still pending (FusedOptimizerOf::step_and_forget_clip).
+/// a clip that is still pending (FusedOptimizer::step_and_forget_clip).
 inline StepDivisor prepare_gradients(torch::optim::Optimizer& optimizer, bool fused,
                                      OptimizerState& state, LossScale& scale) {
   expect_replays(optimizer, scale);
@@ -251,13 +252,28 @@ inline StepDivisor prepare_gradients(torch::optim::Optimizer& optimizer, bool fu
 
 // ---- What processes have found ------------------------------------------------------------------
 
+// Note [What processes agree on]
+//
+// Several processes take the same steps and keep the same scale if each goes by what all have
+// found. agree() is a collective: it returns once all processes have called it. So all of them must
+// call it equally often, which they do since they make the same calls of the scaler. It is called
+// by
+//
+//   found_inf()   reached: a later step goes by it, unless options().recheck looks once more, in
+//                 all processes alike
+//   step()        binding: a step may throw in one process alone and be tried again there. That
+//                 step neither looks nor agrees again, because the others will not come to agree.
+//   update()      of what was unscaled and not stepped
+//
+// Each agrees only where the optimizer's state says that nobody has (Agreement::none).
+
 /// Whether other processes have a say.
 inline bool has_others(const OptimizerState& state, const GradScalerOptions& options) {
   return options.agree_found_inf || state.shards;
 }
 
-// Where has_others(), all processes come here together. `losses` put this process's bad losses into
-// the largest magnitude before the rule makes that of all processes of it.
+/// Makes found_inf and the largest magnitude those of all processes, once. `losses` put this
+/// process's bad losses into the magnitude before.
 TORCHAMP_COLD void agree(OptimizerState& state, LossScale& scale, const LossWatch* losses) {
   if (state.agreement != OptimizerState::Agreement::none) return;
   const GradScalerOptions& options = scale.options();
@@ -278,7 +294,7 @@ TORCHAMP_COLD void agree(OptimizerState& state, LossScale& scale, const LossWatc
   state.agreement = OptimizerState::Agreement::reached;
 }
 
-/// agree() on what a step goes by. Where it is tried again, other processes may not do so.
+/// agree() on what a step goes by, however often it is tried.
 inline void agree_for_step(OptimizerState& state, LossScale& scale, const LossWatch* losses) {
   agree(state, scale, losses);
   if (has_others(state, scale.options())) state.agreement = OptimizerState::Agreement::binding;

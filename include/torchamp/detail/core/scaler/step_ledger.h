@@ -59,11 +59,12 @@ struct StepRecord {
 /// How far an optimizer has come in this iteration, see Note [An iteration].
 struct OptimizerState {
   enum class Stage { ready, unscaled, stepped };
-  /// Whose gradients found_inf is of; all the same where there is one process.
+  /// Whose gradients found_inf is of, see Note [What processes agree on]. Without other processes
+  /// it is set all the same, and means nothing.
   enum class Agreement {
     none,     ///< this process's
     reached,  ///< those of all processes; a recheck begins anew
-    binding,  ///< and a step goes by it, also when it is tried again
+    binding,  ///< those too, and a step goes by them, also when it is tried again
   };
   Stage stage = Stage::ready;
   ReadOnce<bool> found_inf{};  ///< 0 or 1; undefined while ready
@@ -96,11 +97,12 @@ class OptimizerStates {
   OptimizerState* find(const torch::optim::Optimizer& optimizer) {
     return find_if([&](const Entry& entry) { return entry.optimizer.is(optimizer); });
   }
-  OptimizerState* find(const OptimizerIdentity& optimizer) {
-    return find_if([&](const Entry& entry) { return entry.optimizer == optimizer; });
-  }
   const OptimizerState* find(const torch::optim::Optimizer& optimizer) const {
     return const_cast<OptimizerStates*>(this)->find(optimizer);
+  }
+  const OptimizerState* find(const OptimizerIdentity& optimizer) const {
+    return const_cast<OptimizerStates*>(this)->find_if(
+        [&](const Entry& entry) { return entry.optimizer == optimizer; });
   }
 
   bool within_iteration() const {
@@ -153,8 +155,9 @@ class StepLedger {
   std::vector<std::weak_ptr<AccumulationWindow>> windows;  // that take gradients from this scaler
   std::unique_ptr<LossWatch> losses;                       // with forgives_bad_losses
 
-  /// `output` has become `scaled_output`.
-  void note_scaled(const at::Tensor& scaled_output) {
+  /// A loss has become `scaled_output`: whoever scales that once more is told, and its backward
+  /// tells that it has run.
+  void watch_scaled(const at::Tensor& scaled_output) {
     scaled.add(scaled_output);
     ScaledBackward::watch(order.backward, scaled_output);
   }
@@ -204,12 +207,7 @@ class StepLedger {
   }
 
   void end_iteration() {
-    for (const auto& weak : windows) {
-      const auto window = weak.lock();
-      const OptimizerState* const state = window ? optimizers.find(window->optimizer) : nullptr;
-      if (!state || window->pending == 0) continue;
-      window->was_used |= state->stage != OptimizerState::Stage::ready;
-    }
+    note_used_windows();
     optimizers.clear();
     order.end_iteration();
     std::erase_if(records_, [](const auto& record) { return record.expired(); });
@@ -217,6 +215,16 @@ class StepLedger {
   }
 
  private:
+  /// Tells windows that still hold micro-batches that the program has unscaled or stepped these.
+  void note_used_windows() const {
+    for (const auto& weak : windows) {
+      const auto window = weak.lock();
+      if (!window || window->pending == 0) continue;
+      const OptimizerState* const state = optimizers.find(window->optimizer);
+      window->was_used |= state && state->stage != OptimizerState::Stage::ready;
+    }
+  }
+
   std::vector<std::weak_ptr<StepRecord>> records_;  // of steps since the scale changed last
   bool warned_of_missing_ = false;
 };

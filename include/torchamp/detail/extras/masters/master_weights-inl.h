@@ -246,7 +246,9 @@ inline void MasterWeights::copy_to_model() {
     detail::check_not_half_stepped(weight.parameter, weight.in(call));
   }
   const detail::InternalOps guard;
-  model_from_masters_.copy();  // LibTorch counts these writes, so kept casts are noticed as stale
+  // LibTorch counts these writes, so kept casts are noticed as stale. A split weight is not among
+  // them: its optimizer has stepped it in place.
+  model_from_masters_.copy();
   note_copied();
   note_stepped();
   was_taken_ = false;

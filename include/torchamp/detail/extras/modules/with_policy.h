@@ -56,7 +56,7 @@ inline std::shared_ptr<const ThreadPolicy> thread_policy_with(
   const auto& devices = autocast_devices;
   for (std::size_t i = 0; i < device_count; ++i) {
     if (at::autocast::is_autocast_enabled(devices[i])) {
-      prepare_region("ModulePolicies", *policy, inner->casts, i,
+      prepare_region("ModulePolicies", *policy, inner->weight_casts, i,
                      at::autocast::get_autocast_dtype(devices[i]));
       inner->in_force[i] = policy;
     }
