@@ -236,14 +236,14 @@ class MasterWeights final : public detail::MastersOfModel {
   const MasterWeightsOptions& options() const { return options_; }
 
  private:
-  inline void check_saved(const std::string& call) const override { check_split(call); }
+  inline void check_saved(const std::string& call) const override { check_split_weights(call); }
   inline at::Tensor value_of(const Weight& weight) const override;
   inline void set(const Weight& weight, const at::Tensor& value,
                   const at::Tensor& parameter) const override;
   inline bool is_copied() const override { return master_versions() == copied_versions_; }
   inline void note_copied() override;
   inline void note_stepped();
-  void check_split(const std::string& call, bool unwritten = true) const;
+  void check_split_weights(const std::string& call, bool unwritten = true) const;
   void check_taken() const;
   void check_takes_gradients() const;
   struct Taken {

@@ -101,7 +101,7 @@ inline void MasterWeights::set(const Weight& weight, const at::Tensor& value,
 }
 
 /// Throws if split weights were moved, or, if `unwritten`, were written to by others.
-inline void MasterWeights::check_split(const std::string& call, bool unwritten) const {
+inline void MasterWeights::check_split_weights(const std::string& call, bool unwritten) const {
   if (options_.storage != MasterStorage::split) return;
   for (const Weight& weight : weights_) {
     if (!weight.is_split) continue;
@@ -126,7 +126,7 @@ inline void MasterWeights::check_takes_gradients() const {
               "MasterWeights::take_gradients: the masters have changed and were not copied to the "
               "model. Call copy_to_model() after each step, taken or skipped.");
   const std::string call = "MasterWeights::take_gradients";
-  check_split(call);
+  check_split_weights(call);
   for (const Weight& weight : weights_) {
     const at::Tensor& gradient = detail::gradient_of(weight.parameter);
     if (!gradient.defined()) continue;
@@ -240,7 +240,7 @@ inline void MasterWeights::copy_to_model() {
   check_taken();
   warn_of_written_model();
   const std::string call = "MasterWeights::copy_to_model";
-  check_split(call);
+  check_split_weights(call);
   for (const Weight& weight : weights_) {
     if (!weight.parameter.grad().defined()) continue;
     detail::check_not_half_stepped(weight.parameter, weight.in(call));
@@ -272,7 +272,7 @@ inline void MasterWeights::note_stepped() {
 }
 
 inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
-  check_split("MasterWeights::load", /*unwritten=*/false);
+  check_split_weights("MasterWeights::load", /*unwritten=*/false);
   MastersOfModel::load(archive);
   was_taken_ = true;  // gradients that the model holds are of before
 }
