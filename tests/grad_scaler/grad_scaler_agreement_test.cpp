@@ -5,10 +5,12 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <torchamp/closure_step.h>
+#include <torchamp/predictive_scale.h>
 
 #include <barrier>
 #include <cmath>
 #include <mutex>
+#include <stdexcept>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -18,6 +20,7 @@
 #include "support/optimizers.h"
 
 using torchamp::GradScaler;
+using torchamp::GradScalerOptions;
 
 namespace {
 
@@ -206,4 +209,32 @@ TEST(GradScalerAgreement, LetsARecheckSeeWhatCameAfterTheFlagWasAskedFor) {
   EXPECT_EQ(w.item<float>(), 0.F);
   EXPECT_EQ(asked.item<float>(), 0.F) << "as it was when it was asked for";
   EXPECT_EQ(calls, 2);
+}
+
+TEST(GradScalerAgreement, HoldsForAFusedStepThatIsTriedAgain) {
+  std::vector<double> scales;
+  for (const bool fails : {false, true}) {
+    int flags = 0, magnitudes = 0;
+    GradScalerOptions options = GradScalerOptions::predictive();
+    options.agree_found_inf = [&](at::Tensor&) { ++flags; };
+    options.agree_largest = [&](at::Tensor& largest) {
+      ++magnitudes;
+      largest.fill_(1e30);  // another process's
+    };
+    GradScaler scaler(options);
+    FailingScaledSgd optimizer({parameter_with(torch::ones({1}))}, torch::optim::SGDOptions(1.));
+    scaler.scale(torch::ones({}));
+    optimizer.fails = fails;
+    if (fails) {
+      EXPECT_THROW(scaler.step(optimizer), std::runtime_error);
+    }
+    optimizer.fails = false;
+    EXPECT_TRUE(scaler.step(optimizer));
+    scaler.update();
+    EXPECT_EQ(flags, 1);
+    EXPECT_EQ(magnitudes, 1);
+    scales.push_back(scaler.get_scale());
+  }
+  EXPECT_LT(scales[0], GradScalerOptions::predictive().init_scale);
+  EXPECT_EQ(scales[1], scales[0]);
 }

@@ -11,6 +11,7 @@
 #include <limits>
 #include <optional>
 #include <sstream>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -233,6 +234,18 @@ TEST(GradScalerStates, AStepThatThrewMayBeRepeated) {
   optimizer.fails = false;
   EXPECT_TRUE(scaler.step(optimizer));
   EXPECT_EQ(w.item<float>(), -1.F) << "unscaled once";
+}
+
+TEST(GradScalerStates, AFusedStepThatThrewLooksAnewWhenItIsRepeated) {
+  torchamp::GradScaler scaler({.init_scale = 1.});
+  const at::Tensor w = parameter_with(torch::full({1}, std::numeric_limits<float>::infinity()));
+  FailingScaledSgd optimizer({w}, torch::optim::SGDOptions(1.));
+  scaler.scale(torch::ones({}));
+  EXPECT_THROW(scaler.step(optimizer), std::runtime_error);
+  optimizer.fails = false;
+  w.mutable_grad() = torch::ones({1});
+  EXPECT_TRUE(scaler.step(optimizer));
+  EXPECT_EQ(w.item<float>(), -1.F);
 }
 
 TEST(GradScalerStates, AMovedScalerGoesOn) {

@@ -42,6 +42,16 @@ class PlainScaledSGD : public torch::optim::SGD, public torchamp::ScaledStep {
   at::Tensor given_scale, given_found_inf;
 };
 
+/// The same, but its step throws while it is told to.
+struct FailingScaledSgd : PlainScaledSGD {
+  using PlainScaledSGD::PlainScaledSGD;
+  at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override {
+    if (fails) throw std::runtime_error("out of luck");
+    return PlainScaledSGD::step_scaled(grad_scale, found_inf);
+  }
+  bool fails = true;
+};
+
 /// SGD whose step throws while it is told to.
 struct FailingSgd : torch::optim::SGD {
   using SGD::SGD;

@@ -206,14 +206,14 @@ inline void find_infs(const std::vector<GradientBatch>& batches, const StepDivis
 }
 
 /// Checks gradients that a fused step divides; what it is to divide them by. An error if it would
-/// divide one twice.
+/// divide one twice. A step that is tried again looks anew (a failed capture has taken its flag's
+/// memory with it), but for one that processes have agreed on: see Note [What processes agree on].
 inline StepDivisor check_before_fused_step(torch::optim::Optimizer& optimizer, const Divisor& clip,
                                            OptimizerState& state, LossScale& scale) {
+  using Agreement = OptimizerState::Agreement;
   const InternalOps guard;
   const bool may_overflow = scale.may_be_below_one();
   StepDivisor divisor{clip.times(scale.scale()), clip};
-  // A step that is tried again looks anew: a failed capture has taken its flag's memory with it.
-  if (state.agreement == OptimizerState::Agreement::none) state.found_inf = {};
   state.shards = shards_of(optimizer, "GradScaler::step");
   // Asked only if two parameters have one gradient: torchamp's fused kernels write quotients to it.
   const auto divides_in_place = [&] {
@@ -221,11 +221,12 @@ inline StepDivisor check_before_fused_step(torch::optim::Optimizer& optimizer, c
   };
   const auto batches =
       gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step", divides_in_place);
-  state.had_gradients |= !batches.empty();
-  at::Tensor& found_inf = state.found_inf.tensor;
-  if (!found_inf.defined()) found_inf = at::zeros({}, scale.scale().options());
+  if (state.agreement == Agreement::binding) return divisor;
+  state.agreement = Agreement::none;
+  state.had_gradients = !batches.empty();
+  state.found_inf = {at::zeros({}, scale.scale().options()), std::nullopt};
   find_infs(batches, divisor, scale, may_overflow, state);
-  if (product_overflows(scale, clip)) found_inf.fill_(1.);  // with fp16 gradients
+  if (product_overflows(scale, clip)) state.found_inf.tensor.fill_(1.);  // with fp16 gradients
   return divisor;
 }
 
@@ -256,8 +257,8 @@ inline StepDivisor prepare_gradients(torch::optim::Optimizer& optimizer, bool fu
 //
 // Several processes take the same steps and keep the same scale if each goes by what all have
 // found. agree() is a collective: it returns once all processes have called it. So all of them must
-// call it equally often, which they do since they make the same calls of the scaler. It is called
-// by
+// call it equally often, and of their optimizers in the same order, which they do since they make
+// the same calls of the scaler. It is called by
 //
 //   found_inf()   reached: a later step goes by it, unless options().recheck looks once more, in
 //                 all processes alike
