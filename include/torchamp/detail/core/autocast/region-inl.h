@@ -173,6 +173,7 @@ inline PolicyScope scope_of(const RegionState& inside, RegionListeners& listener
 TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device, const AutocastOptions& options)
     : AutocastRegion(resolve(device, options, thread_policy())) {}
 
+// Members in the order of region.h: the listeners have a part in what policy_scope_ pushes.
 TORCHAMP_BODY AutocastRegion::AutocastRegion(const RegionState& inside)
     : before_(inside.around),
       dtype_changes_(inside.changes_dtype()),
@@ -184,7 +185,7 @@ TORCHAMP_BODY AutocastRegion::~AutocastRegion() {
   if (policy_scope_.end_of("~AutocastGuard")) restore();
 }
 
-TORCHAMP_BODY void AutocastRegion::push(const RegionState& inside) {
+TORCHAMP_BODY void AutocastRegion::push(const RegionState& inside) noexcept {
   inside.autocast.apply();
   if (inside.cache_enabled) {
     // What torchamp's cache does not take is cast anew: LibTorch's would not see that it changes.
@@ -197,13 +198,11 @@ TORCHAMP_BODY void AutocastRegion::push(const RegionState& inside) {
 }
 
 TORCHAMP_BODY void AutocastRegion::restore() {
-  // In any order, but for the last.
   const bool was_outermost = nesting_.leave("~AutocastGuard") == 0;
   if (was_outermost || dtype_changes_) at::autocast::clear_cache();
-  listeners_.end_kept_region();
   before_.apply();
   set_cast_cache(cache_enabled_before_);
-  listeners_.end_op_rule();
+  listeners_.end_op_rule();  // after all else: its warning may run the program's code
 }
 
 }  // namespace torchamp::detail

@@ -68,6 +68,14 @@ void prepare_region(const char* call, const PolicyData& policy, const WeightCast
 /// Tells extras of one region: KeptWeights, of the outermost one, and the OpRule of its policy.
 class RegionListeners {
  public:
+  RegionListeners() = default;
+  RegionListeners(const RegionListeners&) = delete;
+  RegionListeners& operator=(const RegionListeners&) = delete;
+  /// The region ends, and with it what KeptWeights keep for it.
+  ~RegionListeners() {
+    if (kept_region_ != 0) kept_weights()->end_region(kept_region_);
+  }
+
   /// `inner` will be in force; `rule`, which may be null, is that of its policy for the region.
   void begin(ThreadPolicy& inner, const OpRule* rule) {
     if (rule != nullptr) {
@@ -79,10 +87,6 @@ class RegionListeners {
     if (kept != nullptr) inner.keep.region = kept_region_ = kept->begin_region();
   }
 
-  /// The region ends, and with it what KeptWeights keep for it.
-  void end_kept_region() const {
-    if (kept_region_ != 0) kept_weights()->end_region(kept_region_);
-  }
   /// Warns of an unused rule, which may run the program's code: after all else is restored.
   void end_op_rule() const {
     if (usage_ != nullptr && std::uncaught_exceptions() == exceptions_) usage_->warn_if_unused();
@@ -103,7 +107,8 @@ class AutocastRegion {
 
  private:
   explicit AutocastRegion(const RegionState& inside);
-  void push(const RegionState& inside);
+  /// Throws nothing: an exception here would find no region to restore.
+  void push(const RegionState& inside) noexcept;
   void restore();
 
   const DeviceAutocastState before_;
