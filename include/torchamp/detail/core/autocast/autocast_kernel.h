@@ -137,7 +137,7 @@ class AutocastKernel final : public c10::OperatorKernel {
     bool is_natively_lowered;
   };
 
-  /// Null of an op that has not the arguments that it had when the kernel was made.
+  /// Null of an op that was registered again, with other arguments, before its first call.
   const Facts* facts_of_op(const c10::OperatorHandle& op) const {
     const Facts* const known = facts_.load(std::memory_order_acquire);
     return known || op.schema().arguments().size() != argument_count_ ? known : find_facts(op);
@@ -211,7 +211,7 @@ class AutocastKernel final : public c10::OperatorKernel {
     WrittenCopies written;
     std::optional<NoWarning> no_warning;
     if (how.cast != Cast::unchanged) {
-      written = cast_arguments(how, facts, op, *stack);  // throws if there are no facts
+      written = cast_arguments(how, facts, op, *stack);  // throws if they are not of this op
       if (facts->is_recurrent_layer) no_warning.emplace(scattered_weights);
     }
     op.redispatchBoxed(keys & after_, stack);

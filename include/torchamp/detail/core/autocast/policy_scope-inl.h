@@ -111,6 +111,7 @@ TORCHAMP_BODY void PolicyScope::end() noexcept {
     if (is_outermost) SparePolicy::keep({std::move(policy_), std::move(top)});
   }
   ours_ = nullptr;
+  // By the policy that is in force now: none where no slot is left.
   ScriptSwitch::end_scope(is_outermost ? nullptr : thread_policy(), scripts_outside_);
 }
 

@@ -60,7 +60,7 @@ class DeferredClip {
   /// error if that was left for others, unless these are all gone.
   void add(const torch::optim::Optimizer& optimizer, const Divisor& divisor) {
     const Divisor before = pending_for(optimizer);
-    divisor_ = divisor;
+    divisor_ = divisor;  // also what it shows: its clip has read the same gradients
     if (before.defined()) {
       divisor_.number = divisor.times(before.number);
       divisor_.may_be_infinite = before.may_be_infinite || divisor.may_be_infinite;

@@ -42,6 +42,8 @@ struct AdamKernelBase : KernelBase<LibTorch, Options, State> {
   }
 
  private:
+  /// By ordinary ops on copies: FlatStep divides the gradients, and stores nothing if the step is
+  /// skipped.
   static void step_flat(const Options& o, const StepList& list, const StepScalars& scalars) {
     FlatStep step(list, scalars, o.lr());
     const auto [beta1, beta2] = o.betas();

@@ -149,7 +149,8 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
   const detail::DropWeightCasts drop_weight_casts(*this);
   if (!plan_.collect_gradients(param_groups_, state_)) {
     plan_.make(param_groups_, static_cast<const Options&>(*defaults_), state_);
-    TORCH_INTERNAL_ASSERT(plan_.collect_gradients(param_groups_, state_));
+    const bool holds = plan_.collect_gradients(param_groups_, state_);
+    TORCH_INTERNAL_ASSERT(holds);
   }
   if (rates_on_device_) {
     // Graphs hold all options but the rates as constants, and ask the plan's identity before they

@@ -97,7 +97,7 @@ TORCHAMP_COLD std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
         ledger_.watch_scaled(output);
       }
     } else {
-      ledger_.order.backward->note_begin_without_hook();
+      ledger_.order.backward->note_loss_without_hook();
     }
     ledger_.order.note_scaled();
     for (const at::Tensor& output : outputs) {
@@ -186,6 +186,7 @@ TORCHAMP_COLD void GradScaler::update() {
   {
     const detail::InternalOps guard;
     const detail::Findings found = detail::findings_of(ledger_, scale_);
+    // A device changes the scale in place, which results of earlier steps may still be asked for.
     if (!found.flags.empty() && !scale_.knows(found)) ledger_.keep_results();
     met = scale_.update(found);
   }

@@ -228,7 +228,7 @@ class LossScale {
     ScaleLimits::Met met;
     if (found.flags.empty()) return met;
     if (knows(found)) {
-      const double amax = found.amax.defined() ? found.amax.item<double>() : 0.;
+      const double amax = found.amax.defined() ? found.amax.item<double>() : 0.;  // on the host
       ScaleMemory<double> after = after_update(options_, host_, found.bad, amax);
       met = ScaleLimits::met(options_, host_, after);
       ScaleLimits::throw_if_met(options_, met);
@@ -236,6 +236,7 @@ class LossScale {
       return met;
     }
     const bool watched = ScaleLimits::watched(options_);
+    // The mirror has what an earlier update sent, as far as it has arrived: nobody waits.
     if (watched) met = limits_.met_in_mirror(options_);
     ScaleLimits::throw_if_met(options_, met);
     at::Tensor bad = found.flags.front();

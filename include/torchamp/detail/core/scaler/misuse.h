@@ -97,8 +97,9 @@ class ScaledBackward {
     };
     return has_kept_gradients_ && std::any_of(last_left_.begin(), last_left_.end(), is_there);
   }
-  /// A backward begins that no hook tells of, since nothing is multiplied by a scale of 1.
-  void note_begin_without_hook() {
+  /// A loss stays as it is, at a scale of 1, so no hook will tell when its backward begins: it is
+  /// taken to begin now.
+  void note_loss_without_hook() {
     const std::scoped_lock lock(mutex_);
     look_for_kept_gradients();
   }

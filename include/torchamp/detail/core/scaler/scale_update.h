@@ -69,6 +69,8 @@ inline bool is_torch_update(const GradScalerOptions& options) {
 /// the one formula, on a host for every rule, on a device for all but torch.amp's, which is a
 /// kernel of ATen's there. `amax` is the largest magnitude of the scaled gradients, 0 where it is
 /// not known; it matters only to a ScaleRule.
+/// Range::update in scale_bound.h follows how far this can move the scale: what is changed here may
+/// have to be changed there.
 template <class Number, class Bool>
 ScaleMemory<Number> after_update(const GradScalerOptions& options,
                                  const ScaleMemory<Number>& before, const Bool& bad,
@@ -92,6 +94,7 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
 
   const Bool lowers = bad & (after.credit <= 0.) &
                       (after.overflows / after.since_change >= options.overflow_tolerance);
+  // The tracker is below the interval: set_growth_interval() and restore() see to that.
   const Bool grows = after.growth_tracker == static_cast<double>(options.growth_interval);
   const Number lowered =
       clamp(as_fp32(before.scale * options.backoff_factor), options.min_scale, options.max_scale);
