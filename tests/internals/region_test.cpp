@@ -131,6 +131,16 @@ TEST(AutocastGuard, TheOutermostTellsWhoKeepsThingsOfWeightsOfItsBeginAndEnd) {
   EXPECT_EQ(regions.begun(), 3U);
 }
 
+TEST(AutocastGuard, DestroyedByAnotherThreadItTellsOfItsEndAllTheSame) {
+  const Regions regions;
+  std::optional<AutocastGuard> guard;
+  std::thread([&] { guard.emplace(at::kCPU); }).join();
+  EXPECT_EQ(regions.open(), 1U);
+  const CollectedWarnings warnings;
+  guard.reset();
+  EXPECT_EQ(regions.open(), 0U);
+}
+
 TEST(AutocastGuard, AGuardLikeTheLastUsesItsMemoryForARegionOfItsOwn) {
   const Regions regions;
   const auto policy_of = [](const torchamp::AutocastOptions& options) {
