@@ -7,7 +7,9 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
+#include <vector>
 
 #include "torchamp/autocast.h"
 
@@ -62,6 +64,48 @@ TEST(BodyTrace, TellsListsOfIndicesApart) {
   EXPECT_THAT(difference(put(rows), put(others)), HasSubstr("aten::index_put reads a tensor"));
   EXPECT_THAT(difference(rows_of(rows), rows_of(torch::zeros({2}, torch::kLong))),
               HasSubstr("with tensors of other shapes"));
+}
+
+TEST(BodyTrace, TellsWhereAnArgumentIsMissing) {
+  using torch::indexing::Slice;
+  const at::Tensor x = torch::ones({3, 3}), at = torch::zeros({1}, torch::kLong);
+  const at::Tensor value = torch::ones({1});
+  const auto rows = [&] { (void)x.index({at}); };
+  const auto columns = [&] { (void)x.index({Slice(), at}); };
+  const auto write = [&](const std::vector<std::optional<at::Tensor>>& places) {
+    return [&x, &value, places] {
+      (void)at::index_put(x, c10::List<std::optional<at::Tensor>>(places), value);
+    };
+  };
+  const auto clamp = [&](std::optional<at::Scalar> low, std::optional<at::Scalar> high) {
+    return [&x, low, high] { (void)x.clamp(low, high); };
+  };
+  EXPECT_EQ(difference(rows, rows), "");
+  EXPECT_EQ(difference(columns, columns), "");
+  EXPECT_THAT(difference(rows, columns), HasSubstr("aten::index with tensors of other"));
+  EXPECT_THAT(difference(columns, rows), HasSubstr("aten::index with tensors of other"));
+  EXPECT_EQ(difference(write({std::nullopt, at}), write({std::nullopt, at})), "");
+  EXPECT_THAT(difference(write({at, std::nullopt}), write({std::nullopt, at})),
+              HasSubstr("aten::index_put with tensors of other"));
+  EXPECT_EQ(difference(clamp(std::nullopt, 1), clamp(std::nullopt, 1)), "");
+  EXPECT_THAT(difference(clamp(std::nullopt, 1), clamp(1, std::nullopt)),
+              HasSubstr("aten::clamp takes another number"));
+}
+
+TEST(BodyTrace, TellsListsOfNumbersAndTextsApart) {
+  const at::Tensor x = torch::ones({2, 2});
+  const auto permute = [&](std::vector<int64_t> order) {
+    return [&x, order] { (void)x.permute(order); };
+  };
+  const auto product = [&](const char* equation) {
+    return [&x, equation] { (void)at::einsum(equation, {x, x}); };
+  };
+  EXPECT_EQ(difference(permute({0, 1}), permute({0, 1})), "");
+  EXPECT_THAT(difference(permute({0, 1}), permute({1, 0})),
+              HasSubstr("aten::permute takes another number"));
+  EXPECT_EQ(difference(product("ij,jk->ik"), product("ij,jk->ik")), "");
+  EXPECT_THAT(difference(product("ij,jk->ik"), product("ij,kj->ik")),
+              HasSubstr("it calls aten::einsum ij,kj->ik where the call before called"));
 }
 
 TEST(BodyTrace, TakesWhatTheBodyMakesForTheSameWhereverItIs) {

@@ -118,15 +118,24 @@ class BodyTrace final : public Observer {
     if (name == "aten::detach_" || name == "aten::zero_") return;
     Step step{
         .name = std::string(name), .tensors = {}, .numbers = {}, .outer = {}, .first_outer = {}};
-    for (const c10::IValue& input : inputs_of(call)) {
-      for_each_tensor_of(input, [&](const at::Tensor& tensor) {
-        if (tensor.defined()) note(step, tensor);
-      });
-      if (input.isScalar()) step.numbers.push_back(c10::str(input.toScalar()));
-      if (input.isIntList()) step.numbers.push_back(c10::str(input.toIntVector()));
-      if (input.isDoubleList()) step.numbers.push_back(c10::str(input.toDoubleVector()));
-    }
+    for (const c10::IValue& input : inputs_of(call)) note(step, input);
     steps_.push_back(std::move(step));
+  }
+
+  void note(Step& step, const c10::IValue& argument) {
+    if (argument.isTensor() && argument.toTensor().defined()) {
+      note(step, argument.toTensor());
+    } else if (argument.isTensor() || argument.isNone()) {
+      step.tensors.emplace_back("none");  // either may be missing here: in x[:, i] a tensor,
+      step.numbers.emplace_back("none");  // in clamp(x, none, 1) a number
+    } else if (argument.isScalar()) {
+      step.numbers.push_back(c10::str(argument.toScalar()));
+    } else if (argument.isString()) {
+      step.name += ' ' + argument.toStringRef();
+    } else if (argument.isList()) {
+      step.numbers.push_back(c10::str("list of ", argument.toListRef().size()));
+      for (const c10::IValue& element : argument.toListRef()) note(step, element);
+    }
   }
 
   void note(Step& step, const at::Tensor& tensor) {
