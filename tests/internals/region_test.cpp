@@ -73,6 +73,26 @@ TEST(AutocastGuard, SlotsPushedInsideKeepTheirOrderWhenTheyOutliveTheRegion) {
   EXPECT_EQ(ThreadState(), before);
 }
 
+/// The program restores the state from before the guard, which frees the guard's node, and pushes a
+/// slot, to which LibTorch gives the same memory.
+TEST(AutocastGuard, ASlotInTheMemoryOfARestoredStateIsNotKeptForTheNextGuard) {
+  struct Info : c10::DebugInfoBase {};
+  const auto kind = c10::DebugInfoKind::TEST_INFO;
+  const ThreadState before;
+  {
+    const AutocastGuard autocast(at::kCPU);
+    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
+    c10::ThreadLocalDebugInfo::_push(kind, std::make_shared<Info>());
+  }
+  EXPECT_EQ(ThreadState(), before);
+  {
+    const AutocastGuard autocast(at::kCPU);
+    EXPECT_NE(detail::thread_policy(), nullptr);
+    EXPECT_EQ(c10::ThreadLocalDebugInfo::get(kind), nullptr);
+  }
+  EXPECT_EQ(ThreadState(), before);
+}
+
 TEST(AutocastGuard, DestroyedByAnotherThreadItWarnsAndTouchesNothing) {
   std::optional<AutocastGuard> guard(std::in_place, at::kCPU);
   std::string warnings;

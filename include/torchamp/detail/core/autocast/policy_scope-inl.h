@@ -98,7 +98,7 @@ TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
 
 TORCHAMP_BODY void PolicyScope::end() noexcept {
   auto top = c10::ThreadLocalDebugInfo::current();
-  const bool is_on_top = top.get() == ours_;
+  const bool is_on_top = is_ours(top.get());
   const bool is_outermost = is_on_top && before_ == nullptr;  // leaves the thread without slots
   if (!is_on_top) {
     try {
@@ -145,12 +145,12 @@ TORCHAMP_RARE inline std::optional<ThreadSlot> pop_slot() {
 TORCHAMP_COLD void PolicyScope::end_below_others() {
   using Info = c10::ThreadLocalDebugInfo;
   std::vector<ThreadSlot> above;  // the uppermost first
-  while (Info::current() != nullptr && Info::current().get() != ours_) {
+  while (Info::current() != nullptr && !is_ours(Info::current().get())) {
     std::optional<ThreadSlot> slot = pop_slot();
     if (!slot) break;
     above.push_back(std::move(*slot));
   }
-  const bool is_ours_there = Info::current().get() == ours_;
+  const bool is_ours_there = is_ours(Info::current().get());
   Info::_forceCurrentDebugInfo(std::move(before_));
   if (!is_ours_there) return;
   for (; !above.empty(); above.pop_back()) {
