@@ -299,6 +299,64 @@ TEST_P(NoFalseAlarm, ScalingByHandWithAScaleAskedForOnce) {
   }
 }
 
+TEST_P(NoFalseAlarm, ScalingByHandWithAScaleFromScalingOne) {
+  for (int i = 0; i < 2 * iterations; ++i) {
+    optimizer->zero_grad();
+    if (i % 2 == 0) scaler.scale(net(x).pow(2).mean()).backward();
+    const double scale = scaler.scale(torch::ones({})).item<double>();
+    if (i % 2 == 1) (net(x).pow(2).mean() * scale).backward();
+    torchamp::clip_grad_norm_(net->parameters(), 1e-3 * scale);
+    finish(*optimizer);
+  }
+}
+
+/// Gradients that were made with create_graph, and are scaled as a loss would be.
+TEST_P(NoFalseAlarm, AScaledGradientThatHasAGraph) {
+  for (int i = 0; i < 2 * iterations; ++i) {
+    optimizer->zero_grad();
+    if (i % 2 == 0) {
+      const at::Tensor y = net(x), cut = y.detach().requires_grad_();
+      const auto gradient =
+          torch::autograd::grad({other(cut).pow(2).mean()}, {cut}, {}, true, true).front();
+      y.backward(scaler.scale(gradient));
+    } else {
+      const auto gradients =
+          torch::autograd::grad({net(x).pow(2).mean()}, net->parameters(), {}, true, true);
+      for (std::size_t p = 0; p < 2; ++p) {
+        net->parameters()[p].mutable_grad() = scaler.scale(gradients[p]).detach();
+      }
+    }
+    finish(*optimizer);
+  }
+}
+
+TEST_P(NoFalseAlarm, AStepWithTheZerosOfABatchThatIsPassedOver) {
+  for (int i = 0; i < 2 * iterations; ++i) {
+    optimizer->zero_grad(/*set_to_none=*/false);
+    if (i % 2 == 0) scaler.scale(net(x).pow(2).mean()).backward();
+    finish(*optimizer);
+  }
+}
+
+/// The second module has no gradients when it is clipped, and zeros afterwards.
+TEST_P(NoFalseAlarm, AClipOfEachModuleWhereOneIsNotUsed) {
+  auto parameters = net->parameters();
+  for (const at::Tensor& parameter : other->parameters()) parameters.push_back(parameter);
+  const auto both = sgd_of(parameters);
+  for (int i = 0; i < iterations; ++i) {
+    both->zero_grad();
+    scaler.scale(net(x).pow(2).mean()).backward();
+    scaler.unscale_(*both);
+    for (const auto& module : {net, other}) {
+      torchamp::clip_grad_norm_(module->parameters(), 1e-3);
+      for (at::Tensor& parameter : module->parameters()) {
+        if (!parameter.grad().defined()) parameter.mutable_grad() = torch::zeros_like(parameter);
+      }
+    }
+    finish(*both);
+  }
+}
+
 TEST_P(NoFalseAlarm, AScaleThatTheProgramHasSetOrSaved) {
   for (int form = 0; form < 4; ++form) {
     SCOPED_TRACE(form);

@@ -7,6 +7,7 @@
 #include <torch/torch.h>
 #include <torchamp/optim.h>
 
+#include <cmath>
 #include <memory>
 #include <string>
 
@@ -118,6 +119,108 @@ TEST(StepBesideAScaler, IsNotToldOfOneInputThatTwoLossesHave) {
   EXPECT_THAT(warnings.text(), IsEmpty());
 }
 
+/// The generator's gradients alone are wanted, while the critic has its own from before.
+TEST(StepBesideAScaler, IsNotToldOfGradientsThatTheScaledBackwardHasLeftAlone) {
+  for (const bool by_backward : {false, true}) {
+    TwoModels models;
+    torch::optim::Adam critic(models.second->parameters(), torch::optim::AdamOptions(1e-3));
+    const auto parameters = models.first->parameters();
+    const CollectedWarnings warnings;
+    for (int i = 0; i < 3; ++i) {
+      models.right.zero_grad();
+      critic.zero_grad();
+      models.second(models.x).pow(2).mean().backward();
+      const at::Tensor scaled = models.scaler.scale(models.loss());
+      if (by_backward) {
+        scaled.backward({}, /*retain_graph=*/false, /*create_graph=*/false, parameters);
+      } else {
+        const auto gradients = torch::autograd::grad({scaled}, parameters);
+        for (std::size_t p = 0; p < 2; ++p) {
+          at::Tensor(parameters[p]).mutable_grad() = gradients[p].clone();
+        }
+      }
+      critic.step();
+      models.scaler.step(models.right);
+      models.scaler.update();
+    }
+    EXPECT_THAT(warnings.text(), IsEmpty());
+  }
+}
+
+TEST(StepBesideAScaler, IsNotToldOfSeveralAdversarialInputs) {
+  TwoModels models;
+  const CollectedWarnings warnings;
+  for (int i = 0; i < 3; ++i) {
+    at::Tensor inputs[] = {torch::randn({2, 4}).requires_grad_(),
+                           torch::randn({2, 4}).requires_grad_()};
+    models.right.zero_grad();
+    models.scaler.scale(models.first(inputs[0] + inputs[1]).pow(2).mean()).backward();
+    for (at::Tensor& input : inputs) {
+      const torch::NoGradGuard no_grad;
+      input.add_(input.grad().sign(), 1e-2);
+    }
+    models.scaler.step(models.right);
+    models.scaler.update();
+  }
+  EXPECT_THAT(warnings.text(), IsEmpty());
+}
+
+/// Each has its part of the batch; the second's gradients are averaged into the first's.
+TEST(StepBesideAScaler, IsNotToldOfReplicasThatAreCopiedFromTheModel) {
+  TwoModels models;
+  const CollectedWarnings warnings;
+  for (int i = 0; i < 3; ++i) {
+    models.right.zero_grad();
+    models.second->zero_grad();
+    models.scaler.scale(models.first(models.x).pow(2).mean()).backward();
+    models.scaler.scale(models.second(models.x).pow(2).mean()).backward();
+    for (std::size_t p = 0; p < 2; ++p) {
+      models.first->parameters()[p].mutable_grad().add_(models.second->parameters()[p].grad());
+    }
+    models.scaler.step(models.right);
+    const torch::NoGradGuard no_grad;
+    for (std::size_t p = 0; p < 2; ++p) {
+      models.second->parameters()[p].copy_(models.first->parameters()[p]);
+    }
+    models.scaler.update();
+  }
+  EXPECT_THAT(warnings.text(), IsEmpty());
+}
+
+TEST(StepBesideAScaler, IsNotToldOfATeacherThatAveragesWeightsAndIsNotDetached) {
+  TwoModels models;
+  const CollectedWarnings warnings;
+  for (int i = 0; i < 3; ++i) {
+    models.right.zero_grad();
+    const at::Tensor distance = models.first(models.x) - models.second(models.x);
+    models.scaler.scale(distance.pow(2).mean()).backward();
+    models.scaler.step(models.right);
+    const torch::NoGradGuard no_grad;
+    for (std::size_t p = 0; p < 2; ++p) {
+      models.second->parameters()[p].lerp_(models.first->parameters()[p], 0.1);
+    }
+    models.scaler.update();
+  }
+  EXPECT_THAT(warnings.text(), IsEmpty());
+}
+
+/// A generator before its discriminator, whose gradients are cleared in between.
+TEST(StepBesideAScaler, IsToldWhereTheGradientsAreClearedWithinTheIteration) {
+  TwoModels models;
+  torch::optim::Adam wrong(models.second->parameters(), torch::optim::AdamOptions(1e-3));
+  const CollectedWarnings warnings;
+  for (int i = 0; i < 3; ++i) {
+    models.right.zero_grad();
+    models.scaler.scale(models.loss()).backward();
+    models.scaler.step(models.right);
+    wrong.zero_grad();
+    models.scaler.scale(models.second(models.x).pow(2).mean()).backward();
+    wrong.step();
+    models.scaler.update();
+  }
+  EXPECT_THAT(warnings.text(), HasSubstr(beside));
+}
+
 /// A critic that is clamped once the generator's loss has gone through it, with a scaler of its own
 /// or none, with updates at once or together.
 TEST(StepBesideAScaler, IsNotToldOfWeightsThatAScalerHasSteppedElsewhere) {
@@ -190,9 +293,133 @@ TEST(AModelInFp64, IsToldOnceBySomethingThatScalesItsLoss) {
   GradScaler scaler;
   const CollectedWarnings warnings;
   scaler.scale(model(x).pow(2).mean() + mixed(x.to(torch::kFloat)).pow(2).mean()).backward();
+  scaler.update(64.);
   EXPECT_THAT(warnings.text(), IsEmpty());
-  for (int i = 0; i < 2; ++i) scaler.scale(model(x).pow(2).mean()).backward();
+  for (int i = 0; i < 2; ++i) {
+    scaler.scale(model(x).pow(2).mean()).backward();
+    scaler.update(64.);
+  }
   const std::string text = warnings.text(), told = "is fp64, which a region never casts";
   EXPECT_THAT(text, HasSubstr(told));
   EXPECT_EQ(text.find(told), text.rfind(told));
+}
+
+/// A part that needs fp64, with a loss of its own.
+TEST(APartInFp64, IsNotToldAsAModelWhereAnotherLossIsOfFp32) {
+  for (const bool first : {false, true}) {
+    torch::nn::Linear part(2, 2), model(2, 2);
+    part->to(torch::kDouble);
+    const at::Tensor x = torch::randn({3, 2});
+    GradScaler scaler;
+    const CollectedWarnings warnings;
+    for (int i = 0; i < 2; ++i) {
+      if (first) scaler.scale(part(x.to(torch::kDouble)).pow(2).mean()).backward();
+      scaler.scale(model(x).pow(2).mean()).backward();
+      if (!first) scaler.scale(part(x.to(torch::kDouble)).pow(2).mean()).backward();
+      scaler.update(64.);
+    }
+    EXPECT_THAT(warnings.text(), IsEmpty());
+  }
+}
+
+// ---- Steps of unscaled gradients ----------------------------------------------------------------
+
+namespace {
+
+constexpr const char* with_infs = "has stepped with infs or NaNs, and weights are inf or NaN now";
+
+/// A model whose gradients are inf in the second of three iterations.
+class StepAfterUnscale : public testing::TestWithParam<bool> {
+ protected:
+  std::unique_ptr<torch::optim::Optimizer> adam() const {
+    const torch::optim::AdamOptions options(1e-3);
+    if (GetParam()) return std::make_unique<torchamp::FusedAdam>(model->parameters(), options);
+    return std::make_unique<torch::optim::Adam>(model->parameters(), options);
+  }
+  /// `step` is called after unscale_.
+  template <class Step>
+  std::string warnings_of(const Step& step) {
+    const CollectedWarnings warnings;
+    for (int i = 0; i < 4; ++i) {
+      optimizer->zero_grad();
+      const double factor = i == 1 ? HUGE_VAL : 1.;
+      scaler.scale(model(x).pow(2).mean() * factor).backward();
+      step();
+      scaler.update();
+    }
+    return warnings.text();
+  }
+
+  torch::nn::Linear model{4, 4};
+  const at::Tensor x = torch::ones({2, 4});
+  std::unique_ptr<torch::optim::Optimizer> optimizer = adam();
+  GradScaler scaler{{.init_scale = 64.}};
+};
+INSTANTIATE_TEST_SUITE_P(Adam, StepAfterUnscale, testing::Bool(), [](const auto& test) {
+  return std::string(test.param ? "Fused" : "LibTorchs");
+});
+
+}  // namespace
+
+TEST_P(StepAfterUnscale, IsToldOnceWhereItHasSteppedWithInfs) {
+  const std::string text = warnings_of([&] {
+    scaler.unscale_(*optimizer);
+    torch::nn::utils::clip_grad_norm_(model->parameters(), 1.);
+    optimizer->step();
+  });
+  EXPECT_THAT(text, HasSubstr(with_infs));
+  EXPECT_EQ(text.find(with_infs), text.rfind(with_infs)) << "told once";
+}
+
+TEST_P(StepAfterUnscale, IsToldOfEachOptimizerOfAnIteration) {
+  torch::nn::Linear other(4, 4);
+  torch::optim::Adam right(other->parameters(), torch::optim::AdamOptions(1e-3));
+  const auto step = [&](torch::optim::Optimizer& one) {
+    scaler.unscale_(one);
+    one.step();
+  };
+  for (const bool first : {false, true}) {
+    scaler = GradScaler({.init_scale = 64.});
+    model = torch::nn::Linear(4, 4);
+    optimizer = adam();
+    EXPECT_THAT(warnings_of([&] {
+                  right.zero_grad();
+                  scaler.scale(other(x).pow(2).mean()).backward();
+                  if (first) step(right);
+                  step(*optimizer);
+                  if (!first) step(right);
+                }),
+                HasSubstr(with_infs));
+  }
+}
+
+TEST_P(StepAfterUnscale, IsNotToldOfAProgramThatLooksBeforeIt) {
+  for (int form = 0; form < 4; ++form) {
+    SCOPED_TRACE(form);
+    EXPECT_THAT(warnings_of([&] {
+                  scaler.unscale_(*optimizer);
+                  const double norm = model->weight.grad().norm().item<double>();
+                  const bool bad = form == 0 ? scaler.found_inf(*optimizer).item<double>() != 0.
+                                             : !std::isfinite(norm);
+                  if (form == 2 && bad) model->reset_parameters();  // an older state, say
+                  if (form == 3 && bad) {
+                    for (at::Tensor& parameter : model->parameters()) {
+                      parameter.mutable_grad().nan_to_num_(0., 0., 0.);
+                    }
+                  }
+                  if (!bad || form == 3) optimizer->step();
+                }),
+                IsEmpty());
+  }
+}
+
+TEST_P(StepAfterUnscale, IsNotToldOfWeightsThatWereNotFiniteBefore) {
+  EXPECT_THAT(warnings_of([&] {
+                scaler.unscale_(*optimizer);
+                const bool bad = scaler.found_inf(*optimizer).item<double>() != 0.;
+                if (bad) return;
+                const torch::NoGradGuard no_grad;
+                model->weight.fill_(NAN);  // an explosion: all later gradients are NaN
+              }),
+              IsEmpty());
 }

@@ -18,29 +18,15 @@ namespace torchamp::detail {
 
 TORCHAMP_COLD void ScaledBackward::watch(const std::shared_ptr<ScaledBackward>& backward,
                                          const at::Tensor& scaled) {
-  bool all_fp64 = false;
   {
     const std::scoped_lock lock(backward->mutex_);
-    if (!scaled.requires_grad()) {
-      backward->has_run_ = true;
-      return;
-    }
-    all_fp64 = backward->add_leaves(scaled);
-  }
-  if (all_fp64) {
-    warn(
-        {"GradScaler::scale: every weight that this loss is computed from is fp64, which a region "
-         "never casts, so all products were computed in fp64. Make the model fp32. This warning is "
-         "given once."});
+    if (!scaled.requires_grad() || scaled.numel() != 1) backward->has_scaled_gradient_ = true;
+    if (!scaled.requires_grad()) return;
+    if (backward->plain_steps_.is_looking()) backward->plain_steps_.add_leaves(scaled);
   }
   scaled.register_hook([backward](const at::Tensor&) {
     on_begin(backward, torch::autograd::get_current_graph_task_id());
   });
-}
-
-TORCHAMP_COLD bool ScaledBackward::add_leaves(const at::Tensor& scaled) {
-  return plain_steps_.is_looking() && plain_steps_.add_leaves(scaled) &&
-         !std::exchange(warned_of_fp64_, true);
 }
 
 TORCHAMP_COLD void ScaledBackward::on_begin(const std::shared_ptr<ScaledBackward>& backward,
@@ -53,12 +39,14 @@ TORCHAMP_COLD void ScaledBackward::on_begin(const std::shared_ptr<ScaledBackward
   const bool is_first_of_task = std::exchange(backward->task_, task) != task;
   if (!is_first_of_task) return;
   torch::autograd::Engine::get_default_engine().queue_callback(
-      [backward, at_begin = backward->find_unscaled()] { backward->on_end(at_begin); });
+      [backward, at_begin = backward->find_unscaled(),
+       weights = backward->plain_steps_.begin_backward()] { backward->on_end(at_begin, weights); });
 }
 
-TORCHAMP_COLD void ScaledBackward::on_end(const std::vector<Found>& at_begin) {
+TORCHAMP_COLD void ScaledBackward::on_end(const std::vector<Found>& at_begin,
+                                          const std::vector<PlainSteps::Scaled>& weights) {
   const std::scoped_lock lock(mutex_);
-  if (plain_steps_.is_looking()) plain_steps_.note_gradients();
+  plain_steps_.end_backward(weights);
   for (const Found& found : at_begin) {
     const at::Tensor now = gradient_of(found.parameter.lock());
     if (found.gradient.is_unchanged(now)) continue;

@@ -3,16 +3,16 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/function.h>
+#include <ATen/ops/any.h>
+#include <c10/core/Layout.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
-#include <iterator>
 #include <list>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "torchamp/detail/core/base/device_work.h"
@@ -28,22 +28,26 @@ namespace torchamp::detail {
 
 // Note [Orders that train wrongly]
 // Some orders of calls step with gradients that have another scale than the scaler divides by. What
-// tells is found without a look at values, and where a program may mean it:
+// tells is found without a look at values (but zeros are right at any scale, so they are looked for
+// before a warning of the scale), and where a program may mean it:
 //
 //   a clip without the scaler    it leaves a note of a gradient, by identity and version. One that
 //                                a step finds as it was left, and that is later than scale(), was
 //                                clipped while scaled.
 //   backward() without scale()   an iteration has gradients but no scale(), and an earlier one had;
-//                                or none of what was scaled has run its backward.
+//                                or none of what was scaled has run its backward, and all of it
+//                                are numbers with a graph: others may be gradients.
 //   a clip before backward()     it leaves a note of a parameter that has no gradient.
 //   backward() after unscale_    a scaled loss looks, when its backward begins and ends, whether it
 //                                changes gradients that are unscaled.
 //   a gradient divided twice     see Note [Gradients of several optimizers].
-//   optimizer.step()             see Note [A step beside the scaler].
+//   optimizer.step()             see Note [A step beside the scaler], and Note [A step that skips
+//                                nothing].
 //   no zero_grad() after a skip  a scaled loss looks, when its backward begins, whether the
 //                                gradient that the last step left is as it was.
 //
-// A program that has asked for the scale may multiply by it, and hears nothing.
+// A program that has asked for the scale may multiply by it, and hears nothing. Scaling a number
+// that has no graph, such as 1, asks for it, too.
 
 /// What the backward of scaled losses has done in an iteration, as the hooks tell that share this.
 /// Backwards of several devices come from several threads, so each public function takes the lock
@@ -53,10 +57,10 @@ class ScaledBackward {
   /// From now on the backward of `scaled` tells. What has no graph may be a gradient.
   static void watch(const std::shared_ptr<ScaledBackward>& backward, const at::Tensor& scaled);
 
-  /// Whether any has run.
-  bool has_run() const {
+  /// Whether any has run, or what was scaled may be a gradient, with which another goes on.
+  bool may_have_run() const {
     const std::scoped_lock lock(mutex_);
-    return has_run_;
+    return has_run_ || has_scaled_gradient_;
   }
 
   /// The gradients of `optimizer` are unscaled from now on: a backward that adds to them is told.
@@ -97,6 +101,11 @@ class ScaledBackward {
     };
     return has_kept_gradients_ && std::any_of(last_left_.begin(), last_left_.end(), is_there);
   }
+  /// See UnscaledGradients.
+  std::vector<at::Tensor> written_weights(const OptimizerIdentity& optimizer) const {
+    const std::scoped_lock lock(mutex_);
+    return unscaled_.written_weights(optimizer);
+  }
   /// A loss stays as it is, at a scale of 1, so no hook will tell when its backward begins: it is
   /// taken to begin now.
   void note_loss_without_hook() {
@@ -104,17 +113,21 @@ class ScaledBackward {
     look_for_kept_gradients();
   }
 
-  /// Whether an optimizer was stepped past the scaler, see PlainSteps.
-  bool end_iteration() {
+  /// What to warn of, see PlainSteps.
+  struct Told {
+    bool plain_step, all_fp64;
+  };
+  Told end_iteration() {
     const std::scoped_lock lock(mutex_);
+    const bool all_fp64 = plain_steps_.all_fp64() && !std::exchange(warned_of_fp64_, true);
     // Both look at what this iteration's optimizers have left, before it is forgotten.
     const bool any_plain_step = plain_steps_.end_iteration(unscaled_);
     last_left_.clear();
     unscaled_.for_first([this](const UnscaledGradients::Left& one) { last_left_.push_back(one); });
     unscaled_.clear();
     added_.clear();
-    has_run_ = has_kept_gradients_ = false;
-    return any_plain_step;
+    has_run_ = has_scaled_gradient_ = has_kept_gradients_ = false;
+    return {any_plain_step, all_fp64};
   }
 
  private:
@@ -130,12 +143,10 @@ class ScaledBackward {
   /// lock.
   static void on_begin(const std::shared_ptr<ScaledBackward>& backward, int task);
   /// Autograd's callback at the end of that task. Takes the lock.
-  void on_end(const std::vector<Found>& at_begin);
+  void on_end(const std::vector<Found>& at_begin, const std::vector<PlainSteps::Scaled>& weights);
 
   // What follows takes no lock: the caller holds it.
 
-  /// The weights that `scaled` is computed from. Whether to warn that all are fp64.
-  bool add_leaves(const at::Tensor& scaled);
   void look_for_kept_gradients();
   bool has_added(const torch::optim::Optimizer& optimizer) const {
     return !added_.empty() && any_gradient(optimizer, [this](const at::Tensor& gradient) {
@@ -160,7 +171,7 @@ class ScaledBackward {
   std::vector<Found> find_unscaled() const;
 
   mutable std::mutex mutex_;  // of all that follows
-  bool has_run_ = false;
+  bool has_run_ = false, has_scaled_gradient_ = false;
   UnscaledGradients unscaled_;                      // and by whom
   PlainSteps plain_steps_;                          // of optimizers that this scaler does not step
   std::list<WeakTensor> added_;                     // gradients
@@ -192,7 +203,9 @@ class StepOrder {
   void end_iteration() {
     had_scale_ |= scaled_at_ != 0;
     scaled_at_ = 0;
-    if (backward->end_iteration() && !was_asked() && !is_fixed_) warn_of_plain_step();
+    const ScaledBackward::Told told = backward->end_iteration();
+    if (told.plain_step && !was_asked() && !is_fixed_) warn_of_plain_step();
+    if (told.all_fp64) warn_of_fp64();
     asked_ = known_ = false;
     began_at_ = PlainClips::tick();
   }
@@ -212,6 +225,12 @@ class StepOrder {
          "large by the scale: call scaler.step(optimizer) for each optimizer, before update(). "
          "This warning is given once."});
   }
+  TORCHAMP_RARE static void warn_of_fp64() {
+    warn(
+        {"GradScaler::update: every weight that the scaled losses are computed from is fp64, which "
+         "a region never casts, so all products were computed in fp64. Make the model fp32. This "
+         "warning is given once."});
+  }
   /// Whether something was scaled in this iteration.
   bool was_scaled() const { return scaled_at_ != 0; }
   /// Whether the program may multiply by the scale.
@@ -221,8 +240,8 @@ class StepOrder {
   void check(const torch::optim::Optimizer& optimizer, const char* call) {
     backward->check_unshared(optimizer, call);
     if (was_asked() || is_fixed_) return;
-    if (scaled_at_ == 0 ? had_scale_ : !backward->has_run()) {
-      if (warned_of_scale_ || !any_gradient(optimizer)) return;
+    if (scaled_at_ == 0 ? had_scale_ : !backward->may_have_run()) {
+      if (warned_of_scale_ || !any_gradient(optimizer, is_not_zero)) return;
       warned_of_scale_ = true;
       warn({call, ": ",
             scaled_at_ == 0 ? "nothing was scaled since the last update()"
@@ -240,52 +259,19 @@ class StepOrder {
   }
 
  private:
+  /// Zeros are right at any scale, those of a batch that was passed over, say. Reads a device, just
+  /// before a warning.
+  TORCHAMP_RARE static bool is_not_zero(const at::Tensor& gradient) {
+    const InternalOps guard;
+    return gradient.layout() != at::kStrided || gradient.any().item<bool>();
+  }
+
   uint64_t scaled_at_ = 0;                  // 0 if nothing was in this iteration
   uint64_t began_at_ = PlainClips::tick();  // the iteration
   bool had_scale_ = false;                  // some earlier iteration
   bool asked_ = false, asked_for_good_ = false, known_ = false;
   bool is_fixed_;  // only update(new_scale) changes the scale
   bool warned_of_scale_ = false, warned_of_clip_ = false, warned_of_early_clip_ = false;
-};
-
-/// The tensors that a scaler has made and that are still in use, to tell a loss that is scaled
-/// twice. Known by identity alone: what is computed from one of them (its sum with another, its
-/// gradients for a penalty) is not taken for it. Keeps none of them alive.
-class ScaledOutputs {
- public:
-  void check_not_in(const at::Tensor& output, const char* call) const {
-    for (const Scaled& scaled : scaled_) {
-      TORCHAMP_CHECK_VALUE(!scaled.tensor.is(output), call,
-                           ": this tensor has been scaled already, and its gradients would be too "
-                           "large by the scale. Pass the loss as it was before scale().");
-    }
-  }
-
-  /// Forgets those that are gone, except for the last few, which are_made_by() knows.
-  void add(const at::Tensor& scaled) {
-    const auto is_gone = [](const Scaled& one) { return one.tensor.is_gone(); };
-    const auto last_few = scaled_.end() - std::min(std::ssize(scaled_), few);
-    scaled_.erase(std::remove_if(scaled_.begin(), last_few, is_gone), last_few);
-    const auto& node = scaled.grad_fn();
-    scaled_.push_back({WeakTensor(scaled), node.get(), node ? node->sequence_nr() : 0});
-  }
-
-  /// Whether `node` has made one of the last few, which may be gone.
-  bool are_made_by(const torch::autograd::Node& node) const {
-    return std::any_of(scaled_.begin(), scaled_.end(), [&](const Scaled& one) {
-      return one.maker == &node && one.sequence == node.sequence_nr();
-    });
-  }
-
- private:
-  struct Scaled {
-    WeakTensor tensor;
-    const torch::autograd::Node* maker;
-    uint64_t sequence;  // one at the same address has another number
-  };
-  static constexpr std::ptrdiff_t few = 7;
-
-  std::vector<Scaled> scaled_;
 };
 
 }  // namespace torchamp::detail

@@ -31,22 +31,22 @@ class PlainClips {
              return has_left(gradient, time);
            });
   }
-  /// Whether one that was made after `time` has found none of these gradients, and none has come
-  /// since that has found some. `only_late`: not if there are none now either.
+  /// Whether one that was made after `time` has found none of these gradients, and no other has
+  /// found one that is there now. `only_late`: not if there are none now either.
   static bool any_in_vain_since(uint64_t time, const torch::optim::Optimizer& optimizer,
                                 bool only_late) {
-    uint64_t in_vain = 0, found = 0;
+    bool in_vain = false, found = false;
     if (latest <= time) return false;
     any_parameter(optimizer, [&](const at::Tensor& parameter) {
       const at::Tensor& gradient = gradient_of(parameter);
       for (const Clip& clip : clips()) {
         if ((only_late && !gradient.defined()) || clip.time <= time) continue;
-        if (clip.left->is(parameter)) in_vain = std::max(in_vain, clip.time);
-        if (clip.left->is(gradient)) found = std::max(found, clip.time);
+        in_vain = in_vain || clip.left->is(parameter);
+        found = found || clip.left->is(gradient);
       }
-      return false;
+      return found;
     });
-    return in_vain > found;
+    return in_vain && !found;
   }
   /// Whether one that was made after `time`, and named no scaler, has left `gradient` as it is.
   TORCHAMP_RARE static bool has_left(const at::Tensor& gradient, uint64_t time) {

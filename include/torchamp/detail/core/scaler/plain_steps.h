@@ -2,16 +2,19 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/equal.h>
+#include <c10/core/Layout.h>
+#include <c10/core/ScalarType.h>
 #include <c10/core/StorageImpl.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <mutex>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
@@ -27,9 +30,14 @@ namespace torchamp::detail {
 // scaler does not know such an optimizer, but the first losses that it scales tell, through their
 // graphs, which weights are trained: an update() finds weights that were written to, by no
 // optimizer of the scaler's, while the gradient of the scaled loss stayed as it was. A program may
-// write to weights itself, so three things are not told:
+// write to weights itself, so these are not told:
 //
 //   one weight                     an adversarial input, which only the gradient's sign changes
+//   weights that the last          such inputs of this batch
+//   iteration did not train
+//   gradients that nobody clears   a teacher that averages weights, and is not detached
+//   gradients of the program's     those that a backward of other inputs= has left alone
+//   copies of the scaler's weights replicas, each with a part of the batch
 //   weights of another scaler's    a critic that is clamped after the generator's scaled loss went
 //   optimizer, or of this one's    through it
 //   in an earlier iteration
@@ -76,9 +84,19 @@ class PlainSteps {
   /// Whether there is something left to do.
   bool is_looking() const { return iterations_left_ > 0; }
 
-  /// The weights that `scaled` is computed from. Whether there is a matrix, and all are fp64.
-  TORCHAMP_RARE bool add_leaves(const at::Tensor& scaled) {
-    bool any_matrix = false, all_fp64 = true;
+  /// A weight, with the gradient of a scaled loss.
+  struct Scaled {
+    SeenTensor weight, gradient;
+    bool is_of_this_iteration = false, is_of_earlier_iteration = false;
+    bool was_cleared = false;  ///< or written to in another way, before the next backward
+  };
+
+  /// Whether all weights that this iteration's scaled losses are computed from are fp64, and one of
+  /// them is a matrix.
+  bool all_fp64() const { return any_matrix_ && all_fp64_; }
+
+  /// The weights that `scaled` is computed from.
+  TORCHAMP_RARE void add_leaves(const at::Tensor& scaled) {
     constexpr std::size_t most = std::size_t{1} << 16;
     std::unordered_set<const torch::autograd::Node*> seen;
     std::vector<torch::autograd::Node*> next;
@@ -91,8 +109,8 @@ class PlainSteps {
       next.pop_back();
       if (const auto* leaf = dynamic_cast<const torch::autograd::AccumulateGrad*>(node)) {
         const at::Tensor& weight = leaf->variable;
-        any_matrix = any_matrix || weight.dim() >= 2;
-        all_fp64 = all_fp64 && weight.scalar_type() == at::kDouble;
+        any_matrix_ = any_matrix_ || weight.dim() >= 2;
+        all_fp64_ = all_fp64_ && weight.scalar_type() == at::kDouble;
         const bool is_wide =
             weight.scalar_type() == at::kFloat || weight.scalar_type() == at::kDouble;
         const bool is_new = reached_.insert(weight.unsafeGetTensorImpl()).second;
@@ -100,16 +118,38 @@ class PlainSteps {
       }
       for (const torch::autograd::Edge& edge : node->next_edges()) add(edge.function.get());
     }
-    return any_matrix && all_fp64;
   }
 
-  /// The backward of a scaled loss has ended.
-  TORCHAMP_RARE void note_gradients() {
-    scaled_.clear();
+  /// The backward of a scaled loss begins: the weights, and the gradients that they have.
+  TORCHAMP_RARE std::vector<Scaled> begin_backward() {
+    std::vector<Scaled> at_begin;
     for (const WeakTensor& leaf : leaves_) {
       const at::Tensor weight = leaf.lock();
+      if (!weight.defined()) continue;
+      const auto known = scaled_.find(leaf.address());
+      if (known != scaled_.end() && !known->second.gradient.is_unchanged(gradient_of(weight))) {
+        known->second.was_cleared = true;
+      }
+      at_begin.push_back({SeenTensor(weight), SeenTensor(gradient_of(weight))});
+    }
+    return at_begin;
+  }
+
+  /// It has ended.
+  TORCHAMP_RARE void end_backward(const std::vector<Scaled>& at_begin) {
+    if (leaves_.empty()) return;  // the iteration has ended before
+    for (const Scaled& before : at_begin) {
+      const at::Tensor weight = before.weight.lock();
       const at::Tensor gradient = weight.defined() ? gradient_of(weight) : at::Tensor();
-      if (gradient.defined()) scaled_.push_back({SeenTensor(weight), SeenTensor(gradient)});
+      if (!gradient.defined()) continue;
+      const auto known = scaled_.try_emplace(before.weight.address(), before).first;
+      Scaled& one = known->second;
+      const bool is_of_earlier_backward =
+          one.is_of_this_iteration && one.gradient.is_unchanged(gradient);
+      if (!is_of_earlier_backward && before.gradient.is_unchanged(gradient)) continue;
+      one.weight = SeenTensor(weight);
+      one.gradient = SeenTensor(gradient);
+      one.is_of_this_iteration = true;
     }
   }
 
@@ -118,25 +158,29 @@ class PlainSteps {
   TORCHAMP_RARE bool end_iteration(const UnscaledGradients& ours) {
     if (!is_looking() || leaves_.empty()) return false;
     --iterations_left_;
-    const auto was_stepped = [](const Scaled& one) {
+    std::vector<at::Tensor> written;
+    for (auto& [address, one] : scaled_) {
       const at::Tensor weight = one.weight.lock();
-      return weight.defined() && !one.weight.is_unchanged(weight) &&
-             one.gradient.is_unchanged(gradient_of(weight)) && !SteppedWeights::contains(weight);
-    };
-    const bool stepped =
-        !moves_gradients(ours) && std::count_if(scaled_.begin(), scaled_.end(), was_stepped) >= 2;
+      const bool is_trained =
+          one.is_of_this_iteration && one.is_of_earlier_iteration && one.was_cleared;
+      if (is_trained && weight.defined() && !one.weight.is_unchanged(weight) &&
+          one.gradient.is_unchanged(gradient_of(weight)) && !SteppedWeights::contains(weight)) {
+        written.push_back(weight);
+      }
+      one.is_of_earlier_iteration |= std::exchange(one.is_of_this_iteration, false);
+    }
+    const bool stepped = written.size() >= 2 && !moves_gradients(ours) &&
+                         !is_copy(written[0], ours) && !is_copy(written[1], ours);
     leaves_.clear();
     reached_.clear();
-    scaled_.clear();
+    any_matrix_ = false;
+    all_fp64_ = true;
     if (stepped) iterations_left_ = 0;
+    if (!is_looking()) scaled_.clear();
     return stepped;
   }
 
  private:
-  struct Scaled {
-    SeenTensor weight, gradient;
-  };
-
   /// Whether an optimizer of `ours` has a gradient that no scaled loss has given its weight. (Of
   /// masters, MasterWeights knows.)
   bool moves_gradients(const UnscaledGradients& ours) const {
@@ -149,10 +193,25 @@ class PlainSteps {
     return moves;
   }
 
+  /// Whether `weight` has the values of one that an optimizer of `ours` steps. Reads a device, just
+  /// before a warning.
+  TORCHAMP_RARE static bool is_copy(const at::Tensor& weight, const UnscaledGradients& ours) {
+    const InternalOps guard;
+    bool is = false;
+    ours.for_each([&](const UnscaledGradients::Name&, const UnscaledGradients::Left& left) {
+      const at::Tensor own = is ? at::Tensor() : left.parameter.lock();
+      is = is || (own.defined() && own.layout() == at::kStrided &&
+                  weight.layout() == at::kStrided && own.sizes() == weight.sizes() &&
+                  at::equal(own.to(weight.device(), weight.scalar_type()), weight));
+    });
+    return is;
+  }
+
   int iterations_left_ = 2;
   std::vector<WeakTensor> leaves_;
   std::unordered_set<const c10::TensorImpl*> reached_;  // those, and the others of the graphs
-  std::vector<Scaled> scaled_;                          // those of them that have a gradient
+  std::unordered_map<const c10::TensorImpl*, Scaled> scaled_;  // those that have a gradient
+  bool any_matrix_ = false, all_fp64_ = true;                  // among all that were reached
 };
 
 }  // namespace torchamp::detail

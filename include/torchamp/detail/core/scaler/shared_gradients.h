@@ -45,6 +45,7 @@ class UnscaledGradients {
   struct Left {
     WeakTensor parameter;
     SeenTensor gradient;
+    uint32_t version = 0;  ///< of the parameter
   };
   /// Which optimizer it is, and what an error calls it.
   struct Name {
@@ -60,7 +61,8 @@ class UnscaledGradients {
     owner.time = PlainClips::tick();
     owner.all.clear();
     any_parameter(optimizer, [&](const at::Tensor& parameter) {
-      owner.all.push_back({WeakTensor(parameter), SeenTensor(gradient_of(parameter))});
+      owner.all.push_back(
+          {WeakTensor(parameter), SeenTensor(gradient_of(parameter)), version_of(parameter)});
       return false;
     });
   }
@@ -79,6 +81,17 @@ class UnscaledGradients {
   void clear() {
     owners_.clear();
     added_to_.clear();
+  }
+
+  /// The weights of `optimizer` that were written to since it was noted, as far as LibTorch counts.
+  TORCHAMP_RARE std::vector<at::Tensor> written_weights(const OptimizerIdentity& optimizer) const {
+    std::vector<at::Tensor> written;
+    for_each([&](const Name& name, const Left& left) {
+      const at::Tensor weight = left.parameter.lock();
+      if (!(name.optimizer == optimizer) || !weight.defined()) return;
+      if (version_of(weight) != left.version) written.push_back(weight);
+    });
+    return written;
   }
 
   /// Calls `f(name, left)` for each gradient.

@@ -20,6 +20,8 @@
 #include "torchamp/detail/core/scaler/loss_scale.h"
 #include "torchamp/detail/core/scaler/misuse.h"
 #include "torchamp/detail/core/scaler/optimizer_identity.h"
+#include "torchamp/detail/core/scaler/scaled_outputs.h"
+#include "torchamp/detail/core/scaler/unchecked_steps.h"
 #include "torchamp/missing_gradients.h"
 #include "torchamp/version.h"
 
@@ -156,8 +158,9 @@ class StepLedger {
   std::unique_ptr<LossWatch> losses;                       // with forgives_bad_losses
 
   /// A loss has become `scaled_output`: whoever scales that once more is told, and its backward
-  /// tells that it has run.
+  /// tells that it has run. A number without a graph is no loss: the program gets the scale by it.
   void watch_scaled(const at::Tensor& scaled_output) {
+    if (scaled_output.numel() == 1 && !scaled_output.requires_grad()) order.note_asked(false);
     scaled.add(scaled_output);
     ScaledBackward::watch(order.backward, scaled_output);
   }
@@ -208,6 +211,7 @@ class StepLedger {
 
   void end_iteration() {
     note_used_windows();
+    look_for_unchecked_steps();
     optimizers.clear();
     order.end_iteration();
     std::erase_if(records_, [](const auto& record) { return record.expired(); });
@@ -225,6 +229,16 @@ class StepLedger {
     }
   }
 
+  void look_for_unchecked_steps() {
+    unchecked_steps_.look();
+    for (const auto& [optimizer, state] : optimizers) {
+      if (state.stage != OptimizerState::Stage::unscaled || !state.had_gradients) continue;
+      unchecked_steps_.add(state.found_inf.tensor, order.backward->written_weights(optimizer));
+    }
+    unchecked_steps_.end_iteration();
+  }
+
+  UncheckedSteps unchecked_steps_;
   std::vector<std::weak_ptr<StepRecord>> records_;  // of steps since the scale changed last
   bool warned_of_missing_ = false;
 };
