@@ -11,6 +11,7 @@
 #include <memory>
 #include <string>
 
+#include "support/devices.h"
 #include "support/warnings.h"
 
 namespace {
@@ -422,4 +423,32 @@ TEST_P(StepAfterUnscale, IsNotToldOfWeightsThatWereNotFiniteBefore) {
                 model->weight.fill_(NAN);  // an explosion: all later gradients are NaN
               }),
               IsEmpty());
+}
+
+namespace {
+
+using StepAfterUnscaleOn = testing::TestWithParam<at::DeviceType>;
+INSTANTIATE_TEST_SUITE_P(Devices, StepAfterUnscaleOn, all_devices(), device_name);
+
+}  // namespace
+
+/// What a device has found arrives later, so the host looks again in the iterations that follow.
+TEST_P(StepAfterUnscaleOn, IsToldOnceTheInfHasArrived) {
+  SKIP_WITHOUT(GetParam());
+  const at::Tensor weight = torch::ones({4}, GetParam()).requires_grad_();
+  torchamp::FusedAdam optimizer({weight}, torch::optim::AdamOptions(1e-3));
+  GradScaler scaler({.init_scale = 64.});
+  const CollectedWarnings warnings;
+  for (int i = 0; i < 4; ++i) {
+    if (i < 2) {
+      EXPECT_THAT(warnings.text(), IsEmpty());
+    }
+    optimizer.zero_grad();
+    scaler.scale((weight * (i == 1 ? HUGE_VAL : 1.)).sum()).backward();
+    scaler.unscale_(optimizer);
+    optimizer.step();
+    scaler.update();
+    (void)weight.cpu();  // waits
+  }
+  EXPECT_THAT(warnings.text(), HasSubstr(with_infs));
 }
