@@ -82,8 +82,7 @@ class CastArguments {
   }
 
   /// Casts as `cast` says for a region of `device`. After the op has run, what it has written is to
-  /// be written back. `weight_casts`: who casts weights to 16 bits, if not
-  /// LibTorch.
+  /// be written back. `weight_casts`: who casts weights to 16 bits, if not LibTorch.
   [[nodiscard]] WrittenCopies operator()(Cast cast, at::DeviceType device,
                                          const WeightCasts* weight_casts,
                                          const c10::FunctionSchema& schema,
@@ -239,9 +238,9 @@ class CastArguments {
     return call.can_cast(tensor) && tensor.scalar_type() != dtype;
   }
 
-  // Sets the op's dtype argument to fp32, by LibTorch's rule for `fp32_set_opt_dtype`: a dtype that
-  // the caller gave stands. False, with nothing set, if the arguments must be cast instead: a
-  // tensor that is never cast would be converted, too, and ops on nested tensors take no dtype.
+  // Sets the op's dtype argument to fp32, unless the caller gave one (LibTorch's rule for
+  // `fp32_set_opt_dtype`). False, with nothing set, if the arguments must be cast instead: a tensor
+  // that is never cast would be converted, too, and ops on nested tensors take no dtype.
   bool ask_for_fp32(const Call& call) const {
     c10::IValue& dtype = call[*dtype_position_];
     if (!dtype.isNone()) return true;

@@ -1,0 +1,70 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// What several processes have found together.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <utility>
+
+#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/base/text.h"
+#include "torchamp/detail/core/gradients/shards.h"
+#include "torchamp/detail/core/scaler/loss_scale.h"
+#include "torchamp/detail/core/scaler/scale_rule.h"
+#include "torchamp/detail/core/scaler/step.h"
+#include "torchamp/detail/core/scaler/step_ledger.h"
+#include "torchamp/grad_scaler_options.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+// Note [What processes agree on]
+//
+// Several processes take the same steps and keep the same scale if each goes by what all have
+// found. agree() is a collective: it returns once all processes have called it. So all of them must
+// call it equally often, and of their optimizers in the same order, which they do since they make
+// the same calls of the scaler. It is called by
+//
+//   found_inf()   reached: a later step goes by it, unless options().recheck looks once more, in
+//                 all processes alike
+//   step()        binding: a step may throw in one process alone and be tried again there. That
+//                 step neither looks nor agrees again, because the others will not come to agree.
+//   update()      of what was unscaled and not stepped
+//
+// Each agrees only where the optimizer's state says that nobody has (Agreement::none).
+
+/// Whether other processes have a say.
+inline bool has_others(const OptimizerState& state, const GradScalerOptions& options) {
+  return options.agree_found_inf || state.shards;
+}
+
+/// Makes found_inf and the largest magnitude those of all processes, once. `losses` put this
+/// process's bad losses into the magnitude before.
+TORCHAMP_COLD void agree(OptimizerState& state, LossScale& scale, const LossWatch* losses) {
+  if (state.agreement != OptimizerState::Agreement::none) return;
+  const GradScalerOptions& options = scale.options();
+  if (has_others(state, options)) {
+    const InternalOps guard;
+    at::Tensor found_inf = state.found_inf.tensor.clone();
+    options.agree_found_inf ? options.agree_found_inf(found_inf)
+                            : state.shards->agree_largest(found_inf);
+    TORCHAMP_CHECK(found_inf.defined() && found_inf.numel() == 1,
+                   "GradScaler: agree_found_inf has left no tensor of one element.");
+    found_inf = found_inf.reshape({}).ne(0).to(scale.scale().options());
+    state.found_inf = {std::move(found_inf), std::nullopt};
+  }
+  if (losses) losses->mark(state.amax, scale.scale());
+  if (const ScaleRule* const rule = scale.rule()) {
+    rule->agree(options, state.shards.get(), scale.scale(), state.amax);
+  }
+  state.agreement = OptimizerState::Agreement::reached;
+}
+
+/// agree() on what a step goes by, however often it is tried.
+inline void agree_for_step(OptimizerState& state, LossScale& scale, const LossWatch* losses) {
+  agree(state, scale, losses);
+  if (has_others(state, scale.options())) state.agreement = OptimizerState::Agreement::binding;
+}
+
+}  // namespace torchamp::detail
