@@ -5,6 +5,7 @@
 /// @brief torchamp's own cache of casts of weights: WeightCache::region, window and kept; and
 /// WeightCache::together, which casts weights by few ops.
 
+#include <ATen/TracerMode.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/function_schema.h>
@@ -31,6 +32,7 @@
 #include "torchamp/detail/extras/weights/cast.h"
 #include "torchamp/detail/extras/weights/derived.h"
 #include "torchamp/detail/extras/weights/together.h"
+#include "torchamp/detail/extras/weights/weight_stamp.h"
 #include "torchamp/version.h"
 
 /// @file
@@ -89,6 +91,12 @@ void change_arguments(const c10::FunctionSchema& schema, const std::vector<std::
   }
 }
 
+/// Whether the JIT traces the calling thread. A trace needs all that becomes of a weight: a cast
+/// from before would be a constant of it.
+inline bool is_traced() {
+  return at::tracer::impl::is_dispatch_enabled();
+}
+
 /// Takes casts of weights from the store.
 class StoredWeightCasts final : public WeightCasts {
  public:
@@ -100,12 +108,13 @@ class StoredWeightCasts final : public WeightCasts {
   void cast(const c10::FunctionSchema& schema, const std::vector<std::size_t>& positions,
             at::ScalarType dtype, at::DeviceType device, torch::jit::Stack& stack) const override {
     const WeightKeep keep = keep_of_this_thread();
-    if (keep.until == WeightKeep::Until::made) return;
+    if (keep.until == WeightKeep::Until::made || is_traced()) return;
     // Of what is added in place, only a parameter is a weight for sure.
     const bool in_place = schema.name().ends_with('_');
     const auto cast_of = [&](const at::Tensor& tensor, std::size_t position) {
       const bool takes =
           at::autocast::is_eligible(tensor, device) && tensor.scalar_type() != dtype &&
+          !has_tangent(tensor) &&
           is_weight(tensor, in_place ? std::string_view() : schema.arguments()[position].name());
       return takes ? kept_cast(derived_weights(), tensor, dtype, keep) : tensor;
     };
@@ -124,7 +133,7 @@ class CastsTogether final : public WeightCasts {
 
   void cast(const c10::FunctionSchema& schema, const std::vector<std::size_t>& positions,
             at::ScalarType dtype, at::DeviceType device, torch::jit::Stack& stack) const override {
-    if (!at::autocast::is_autocast_cache_enabled() ||
+    if (!at::autocast::is_autocast_cache_enabled() || is_traced() ||
         dtype != at::autocast::get_autocast_dtype(device)) {
       return;
     }

@@ -304,6 +304,77 @@ TEST_F(WeightsTogether, CallHooksAsLibTorchsCacheDoes) {
   }
 }
 
+/// Gives the transpose of a weight, but the opposite of its gradient.
+struct Reversed : torch::autograd::Function<Reversed> {
+  static at::Tensor forward(torch::autograd::AutogradContext* /*context*/, const at::Tensor& x) {
+    return x.t();
+  }
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* /*context*/,
+                                                 torch::autograd::variable_list gradients) {
+    return {-gradients[0].t()};
+  }
+};
+
+TEST_F(WeightsTogether, LeaveViewsAloneWhoseGradientsDoNotSimplyGoToTheWeight) {
+  const auto in_no_graph = [](const at::Tensor& weight) {
+    const at::NoGradGuard no_grad;
+    return weight.t();
+  };
+  const std::function<at::Tensor(const at::Tensor&)> views[] = {
+      [](const auto& weight) { return Reversed::apply(weight); },
+      in_no_graph,
+      [&](const auto& weight) { return in_no_graph(weight).requires_grad_(true); },
+      [](const auto& weight) {
+        auto view = weight.t();
+        view.register_hook([](const at::Tensor& gradient) { return gradient * 2; });
+        return view;
+      },
+      [](const auto& weight) {
+        auto view = weight.t();
+        view.retain_grad();
+        return view;
+      },
+  };
+  const auto weight = (torch::randn({8, 8}) * 0.3).set_requires_grad(true);
+  const Layers net(1);
+  const auto input = torch::randn({4, 8});
+  for (std::size_t i = 0; i < std::size(views); ++i) {
+    const auto gradients = [&](const WeightCache& cache, const auto& view_of) {
+      weight.mutable_grad() = net.parameters[0].mutable_grad() = at::Tensor();
+      const auto view = view_of(weight);
+      at::Tensor loss;
+      {
+        const AutocastGuard guard(at::kCPU, with(cache));
+        loss = net(input.mm(view)).to(at::kFloat).pow(2).sum();
+      }
+      loss.backward();
+      const bool has_its_own = view.requires_grad() && (view.is_leaf() || view.retains_grad());
+      Tensors result{weight.grad(), net.parameters[0].grad(),
+                     has_its_own ? view.grad() : at::Tensor()};
+      for (auto& one : result) one = one.defined() ? one : at::zeros({0});
+      return result;
+    };
+    const Tensors expected = gradients(WeightCache::libtorch, views[i]);
+    const auto plain_view = [](const at::Tensor& of) { return of.t(); };
+    for (int region = 0; region < 3; ++region) {
+      (void)gradients(WeightCache::together, plain_view);  // the chunk has the transpose
+      expect_same(gradients(WeightCache::together, views[i]), expected,
+                  std::to_string(i) + ", region " + std::to_string(region));
+    }
+  }
+}
+
+TEST_F(WeightsTogether, NeedNotBeginWithTheSameTensorInEachRegion) {
+  const Layers net(3);
+  for (int region = 0; region < 4; ++region) {
+    const auto input = torch::randn({4, 8}).set_requires_grad(true);  // cast like a weight
+    const CallCounter ops;
+    const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+    (void)net(input);
+    EXPECT_EQ(ops.called_anywhere("aten::_to_copy"), region == 0 ? 7 : 1) << region;
+  }
+}
+
 TEST_F(WeightsTogether, TakeNoGradientOfALossThatDoesNotUseThem) {
   const Layers net(4);
   const auto input = torch::randn({4, 8});

@@ -23,6 +23,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -31,6 +32,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/extras/weights/cast.h"
 #include "torchamp/detail/extras/weights/derived.h"
+#include "torchamp/detail/extras/weights/weight_stamp.h"
 
 namespace torchamp::detail {
 
@@ -77,20 +79,10 @@ inline bool is_castable_weight(const at::TensorBase& tensor, at::DeviceType devi
          weight.is_non_overlapping_and_dense() && !at::isTensorSubclassLike(weight);
 }
 
-/// Which weight this is.
-inline WeightUse weight_use(const at::Tensor& tensor, at::DeviceType device) {
-  if (!tensor.defined() || tensor.scalar_type() != at::kFloat) return {};
-  if (!tensor.is_view()) {
-    return is_castable_weight(tensor, device) ? WeightUse{tensor, false} : WeightUse();
-  }
-  const at::TensorBase& base = tensor._base();
-  const bool is_transpose = tensor.dim() == 2 && base.dim() == 2 &&
-                            tensor.size(0) == base.size(1) && tensor.size(1) == base.size(0) &&
-                            tensor.stride(0) == base.stride(1) &&
-                            tensor.stride(1) == base.stride(0) &&
-                            tensor.storage_offset() == base.storage_offset() && !tensor.is_neg();
-  if (!is_transpose || !is_castable_weight(base, device)) return {};
-  return {at::Tensor(base), true};
+/// Whether a hook of the program runs when a gradient comes to the node.
+inline bool has_hooks(torch::autograd::Node& node) {
+  return !node.pre_hooks().empty() || !node.post_hooks().empty() ||
+         !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty();
 }
 
 /// Whether something of the program's runs when the weight's gradient arrives.
@@ -98,7 +90,40 @@ inline bool has_gradient_hooks(const at::Tensor& weight) {
   namespace impl = torch::autograd::impl;
   if (!impl::hooks(weight).empty() || impl::post_acc_grad_hooks(weight)) return true;
   const auto accumulator = impl::try_get_grad_accumulator(weight);
-  return accumulator && (!accumulator->pre_hooks().empty() || !accumulator->post_hooks().empty());
+  return accumulator && has_hooks(*accumulator);
+}
+
+/// Whether the gradient of a view, a transpose of the weight by its strides, is the transpose of
+/// the weight's: nothing else lies between, as a custom function or a hook, and the view was not
+/// made without a graph.
+inline bool passes_gradient_on(const at::Tensor& view, const at::TensorBase& weight) {
+  if (!c10::GradMode::is_enabled()) return true;
+  if (!view.requires_grad()) return false;
+  const auto& node = view.grad_fn();
+  if (!node || has_hooks(*node)) return false;
+  const std::string name = node->name();
+  return (name == "TBackward0" || name == "TransposeBackward0") &&
+         node->next_edge(0).function == torch::autograd::impl::try_get_grad_accumulator(weight);
+}
+
+/// Whether a view with two dimensions has those of the weight, and its memory, transposed.
+inline bool is_transpose(const at::Tensor& view, const at::TensorBase& weight) {
+  return view.dim() == 2 && weight.dim() == 2 && view.size(0) == weight.size(1) &&
+         view.size(1) == weight.size(0) && view.stride(0) == weight.stride(1) &&
+         view.stride(1) == weight.stride(0) && view.storage_offset() == weight.storage_offset() &&
+         !view.is_neg() && !has_tangent(view);
+}
+
+/// Which weight this is.
+inline WeightUse weight_use(const at::Tensor& tensor, at::DeviceType device) {
+  if (!tensor.defined() || tensor.scalar_type() != at::kFloat || tensor.is_nested()) return {};
+  if (!tensor.is_view()) {
+    return is_castable_weight(tensor, device) ? WeightUse{tensor, false} : WeightUse();
+  }
+  const at::TensorBase& weight = tensor._base();
+  const bool is_known = is_transpose(tensor, weight) && is_castable_weight(weight, device) &&
+                        passes_gradient_on(tensor, weight);
+  return is_known ? WeightUse{at::Tensor(weight), true} : WeightUse();
 }
 
 /// The node of a chunk's casts.
@@ -146,6 +171,8 @@ struct CastChunk {
     WeakTensor weight;
     bool is_transposed;
     bool is_used = true;  // in the latest region that cast the chunk
+
+    std::uintptr_t key() const { return WeightUse::key_of(weight.address(), is_transposed); }
   };
 
   /// Few enough that casts which are not used cost little, and small enough that the gradients of
@@ -170,13 +197,18 @@ struct CastChunks {
   at::Tensor anchor;        // the empty weight whose cast has the CastPool
   std::uint64_t pools = 0;  // that have been made
 
-  /// Forgets the weights that are gone.
+  /// Forgets the weights that are gone. What is left of a chunk begins with another weight: the
+  /// first was an input, say, whose gradient was wanted.
   void purge() {
-    std::erase_if(by_first,
-                  [](const auto& one) { return one.second->members.front().weight.is_gone(); });
-    for (auto& [key, one] : by_first) {
-      std::erase_if(one->members, [](const auto& member) { return member.weight.is_gone(); });
-    }
+    std::vector<std::shared_ptr<CastChunk>> left;
+    std::erase_if(by_first, [&](const auto& one) {
+      auto& members = one.second->members;
+      const bool has_first = !members.empty() && !members.front().weight.is_gone();
+      std::erase_if(members, [](const auto& member) { return member.weight.is_gone(); });
+      if (!has_first && !members.empty()) left.push_back(one.second);
+      return !has_first;
+    });
+    for (auto& chunk : left) by_first.insert_or_assign(chunk->members.front().key(), chunk);
   }
 };
 

@@ -38,12 +38,17 @@ inline bool has_part_of_memory(const at::Tensor& weight) {
          owner.storage().nbytes() > static_cast<std::size_t>(elements) * owner.itemsize();
 }
 
+/// Whether the tensor has a tangent, of forward-mode derivatives: a cast of it has one, too.
+inline bool has_tangent(const at::TensorBase& tensor) {
+  return tensor._fw_grad(/*level=*/0).defined();
+}
+
 /// Whether LibTorch counts this tensor's changes. Also false for tensors without their own memory
-/// (functorch, sparse) and those with a tangent, whose casts have one, too.
+/// or without strides (functorch, sparse, nested), and those with a tangent.
 inline bool counts_changes(const at::Tensor& weight) {
-  return weight.defined() && weight.layout() == at::kStrided && !weight.is_inference() &&
-         weight.has_storage() && !weight.is_neg() && !weight._fw_grad(/*level=*/0).defined() &&
-         !has_part_of_memory(weight);
+  return weight.defined() && weight.layout() == at::kStrided && !weight.is_nested() &&
+         !weight.is_inference() && weight.has_storage() && !weight.is_neg() &&
+         !has_tangent(weight) && !has_part_of_memory(weight);
 }
 
 /// Whether work for this tensor is now being captured, for replays.
