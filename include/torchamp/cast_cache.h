@@ -141,11 +141,11 @@ inline void clear_weight_cache() {
 
 /// Marks the casts of all weights as stale. Call it after writes that LibTorch does not count,
 /// while torchamp's own cache is in use: through `.data()`, like LibTorch's own SGD in steps
-/// without a GradScaler, or a pointer; through another tensor over the weight's memory that is not
-/// a view of it; by a custom kernel or an op such as `_fused_adam_`; by a graph that is not a
-/// CudaGraph's. Casts of a weight whose memory is part of a larger tensor, for example after
-/// torch::nn::utils::vector_to_parameters(), are not kept, and need no call. Any thread; never
-/// synchronises.
+/// without a GradScaler, or a pointer; through another tensor over the weight's memory, present or
+/// former, that is not a view of it; by a custom kernel or an op such as `_fused_adam_`; by a graph
+/// that is not a CudaGraph's. Casts of a weight whose memory is part of a larger tensor, for
+/// example after torch::nn::utils::vector_to_parameters(), are not kept, and need no call. Any
+/// thread; never synchronises.
 inline void weights_changed() {
   at::autocast::clear_cache();
   if (auto* const kept = detail::kept_weights()) kept->all_changed();

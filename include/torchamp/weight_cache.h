@@ -51,11 +51,13 @@
 /// WeightCache::together leaves the casts to LibTorch's cache, for as long as that keeps them, but
 /// makes them by few ops: a region casts up to 32 weights by one op if the last regions cast these
 /// one after another, and backward casts their gradients by one op. Values and gradients equal,
-/// bitwise, those with LibTorch's cache; the order of the sum may differ where three or more casts,
-/// of a weight and of views of it, give it gradients. A weight may be cast before its first use in
-/// a region, so call weights_changed() after a write within the region that LibTorch does not
-/// count. A gradient hook that is registered between forward and backward may get an undefined
-/// gradient. Statistics and budget are those of the other caches only.
+/// bitwise, those with LibTorch's cache; the order of the sum may differ where a weight's gradient
+/// is a sum of three or more, from casts of it, of views of it and from ops in fp32. A weight may
+/// be cast before its first use in a region, so call weights_changed() after a write within the
+/// region that LibTorch does not count. A gradient hook that is registered between forward and
+/// backward may get an undefined gradient. No gradient comes to a `w.t()` that the program keeps,
+/// but to `w`. A weight of ops that a policy's predicate decides about, and of others, has two
+/// casts. Statistics and budget are those of the other caches only.
 
 namespace torchamp::detail {
 

@@ -230,6 +230,24 @@ TEST(DerivedWeights, KeepsAsLongAsWasAsked) {
   EXPECT_EQ(store.counts().bytes, 0);
 }
 
+TEST(DerivedWeights, KeepsUntilTheLastOfTheRegionsThatAskedHasEnded) {
+  using Until = WeightKeep::Until;
+  for (const bool first_ends_first : {true, false}) {
+    Doubled doubled;
+    auto& store = doubled.store;
+    const auto weight = leaf({1});
+    const auto one = store.begin_region();
+    const auto other = store.begin_region();
+    for (const auto region : {one, other}) doubled.of(weight, {Until::region_ends, region});
+    store.end_region(first_ends_first ? one : other);
+    doubled.of(weight, {Until::region_ends, first_ends_first ? other : one});
+    EXPECT_EQ(store.counts().misses, 1);
+    doubled.of(weight, {Until::region_ends, first_ends_first ? one : other});  // is over
+    store.end_region(first_ends_first ? other : one);
+    EXPECT_TRUE(store.is_empty());
+  }
+}
+
 TEST(DerivedWeights, KeepsForEachRegionThatIsOpenHoweverManyThereAre) {
   Doubled doubled;
   std::vector<std::pair<std::uint64_t, at::Tensor>> regions;

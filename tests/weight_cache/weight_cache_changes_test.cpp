@@ -131,6 +131,31 @@ TEST_F(WeightCaches, SeesStepsOfOtherTensorsInTheMemoryOfAWeight) {
   }
 }
 
+TEST_F(WeightCaches, SeesStepsOfAWeightThatHasOtherMemoryForEvaluations) {
+  torch::nn::Linear net(8, 4);
+  torch::optim::SGD optimizer({net->weight}, torch::optim::SGDOptions(0.5));
+  torchamp::GradScaler scaler;
+  const auto average = net->weight.detach().clone();
+  const auto input = torch::randn({3, 8});
+  for (int step = 0; step < 3; ++step) {
+    {
+      const torch::NoGradGuard no_grad;
+      const auto trained = net->weight.tensor_data();
+      net->weight.set_data(average);
+      const auto run = [&](WeightCache cache) {
+        const AutocastGuard guard(at::kCPU, with(cache));
+        return net->forward(input);
+      };
+      EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none))) << step;
+      net->weight.set_data(trained);
+    }
+    scaler.scale(net->weight.pow(2).sum()).backward();
+    scaler.step(optimizer);
+    scaler.update();
+    average.lerp_(net->weight.detach(), 0.5);  // a write that only `average` counts
+  }
+}
+
 TEST_F(WeightCaches, SeesWritesToTheFlatTensorOfVectorToParameters) {
   namespace utils = torch::nn::utils;
   const auto input = torch::randn({3, 8});

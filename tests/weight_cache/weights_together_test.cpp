@@ -21,6 +21,7 @@
 #include "torchamp/autocast.h"
 #include "torchamp/cast_recorder.h"
 #include "torchamp/optim.h"
+#include "torchamp/policy.h"
 #include "torchamp/recompute.h"
 #include "torchamp/weight_cache.h"
 
@@ -361,6 +362,43 @@ TEST_F(WeightsTogether, LeaveViewsAloneWhoseGradientsDoNotSimplyGoToTheWeight) {
       expect_same(gradients(WeightCache::together, views[i]), expected,
                   std::to_string(i) + ", region " + std::to_string(region));
     }
+  }
+}
+
+TEST_F(WeightsTogether, PassTheGradientOfAKeptTransposeToTheWeightAlone) {
+  const auto weight = torch::randn({8, 8}).set_requires_grad(true);
+  const Layers net(1);
+  for (int region = 0; region < 3; ++region) {
+    const auto transpose = weight.t();
+    at::Tensor loss;
+    {
+      const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+      loss = net(torch::randn({4, 8}).mm(transpose)).sum();
+    }
+    const auto gradients = torch::autograd::grad({loss}, {weight, transpose}, {},
+                                                 /*retain_graph=*/false, /*create_graph=*/false,
+                                                 /*allow_unused=*/true);
+    EXPECT_TRUE(gradients[0].defined());
+    EXPECT_EQ(gradients[1].defined(), region == 0) << "this is what the documentation says";
+  }
+}
+
+TEST_F(WeightsTogether, HaveTwoCastsIfAPredicateDecidesAboutOneOfTheirOps) {
+  const auto weight = torch::randn({8, 8}).set_requires_grad(true);
+  const Layers net(1);
+  const auto input = torch::randn({4, 8});
+  const auto function = [&](const at::Tensor& x) {
+    return net(torch::linear(x, weight).mm(weight));
+  };
+  const auto run_with_predicate = [&](const WeightCache& cache) {
+    auto options = with(cache);
+    options.policy = torchamp::Policy::standard().fp32(
+        {"mm"}, {.predicate = [](const torchamp::OpCall& /*call*/) { return false; }});
+    return values_and_gradients(options, function, input, {weight, net.parameters[0]});
+  };
+  const Tensors expected = run_with_predicate(WeightCache::none);  // the casts' gradients in fp32
+  for (int region = 0; region < 3; ++region) {
+    expect_same(run_with_predicate(WeightCache::together), expected, std::to_string(region));
   }
 }
 

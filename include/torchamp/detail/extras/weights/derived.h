@@ -90,14 +90,16 @@ class DerivedWeights final : public KeptWeights {
     const std::scoped_lock lock(mutex_);
     ++changes_;
     if (entries_.empty()) return;
-    std::unordered_set<const void*> memory;
+    // Also by owner: of a weight that has had other memory, and may get it back.
+    std::unordered_set<const void*> changed;
     for (const at::Tensor& weight : weights) {
-      if (weight.defined() && weight.has_storage()) {
-        memory.insert(weight.storage().unsafeGetStorageImpl());
-      }
+      if (!weight.defined() || !weight.has_storage()) continue;
+      changed.insert(owner_of(weight));
+      changed.insert(weight.storage().unsafeGetStorageImpl());
     }
     for (auto& [owner, entry] : entries_) {
-      if (memory.contains(entry.stamp.memory())) entry.is_stale = true;
+      const bool is_among = changed.contains(owner) || changed.contains(entry.stamp.memory());
+      if (is_among) entry.is_stale = true;
     }
   }
   void all_changed() override {
@@ -114,14 +116,15 @@ class DerivedWeights final : public KeptWeights {
     Entries dropped;
     const std::scoped_lock lock(mutex_);
     open_regions_.erase(region);
-    const auto is_of_region = [region](const Entry& entry) {
-      return entry.keep.until == WeightKeep::Until::region_ends && entry.keep.region == region;
+    for (auto& [owner, entry] : entries_) std::erase(entry.regions, region);
+    const auto was_for_regions = [](const Entry& entry) {
+      return entry.until == WeightKeep::Until::region_ends && entry.regions.empty();
     };
-    drop_if(is_of_region, dropped);
+    drop_if(was_for_regions, dropped);
   }
   /// Drops what was kept until weights step.
   void end_window() {
-    drop_if([](const Entry& entry) { return entry.keep.until == WeightKeep::Until::weights_step; });
+    drop_if([](const Entry& entry) { return entry.until == WeightKeep::Until::weights_step; });
   }
   void clear() override {
     Entries dropped;
@@ -168,13 +171,11 @@ class DerivedWeights final : public KeptWeights {
 
  private:
   struct Entry {
-    Entry(const at::Tensor& weight, WeightStamp of, WeightForm as, WeightKeep keep_for,
-          Tensors made)
+    Entry(const at::Tensor& weight, WeightStamp of, WeightForm as, Tensors made)
         : owner(weight.is_view() ? weight._base() : weight),
           stamp(std::move(of)),
           form(as),
-          tensors(std::move(made)),
-          keep(keep_for) {
+          tensors(std::move(made)) {
       for (const at::Tensor& tensor : tensors) {
         versions.push_back(version_of(tensor));
         if (tensor.defined()) bytes += static_cast<int64_t>(tensor.nbytes());
@@ -195,7 +196,8 @@ class DerivedWeights final : public KeptWeights {
     Tensors tensors;
     std::vector<std::uint32_t> versions;
     int64_t bytes = 0;
-    WeightKeep keep;  // of those that have asked, what lasts longest
+    WeightKeep::Until until = WeightKeep::Until::made;  // the longest that was asked for
+    std::vector<std::uint64_t> regions;                 // that have asked, and are open
     std::uint64_t used = 0;
     bool is_stale = false;
   };
@@ -219,8 +221,7 @@ class DerivedWeights final : public KeptWeights {
     Entry& entry = place->second;
     if (entry.holds(weight)) {
       ++counts_.hits;
-      if (keep.until >= entry.keep.until) entry.keep = keep;
-      entry.used = ++uses_;
+      keep_entry(entry, keep);
       return {.holds = true, .tensors = entry.tensors, .changes = changes_};
     }
     ++counts_.misses;
@@ -231,6 +232,15 @@ class DerivedWeights final : public KeptWeights {
 
   static bool is_unshared(const at::Tensor& tensor) {
     return !tensor.defined() || (tensor.use_count() == 1 && tensor.storage().use_count() == 1);
+  }
+
+  /// Notes that the entry is used, and is to be kept so long.
+  void keep_entry(Entry& entry, WeightKeep keep) {
+    entry.used = ++uses_;
+    entry.until = std::max(entry.until, keep.until);
+    const bool is_for_region = keep.until == WeightKeep::Until::region_ends && !is_over(keep);
+    const bool is_known = std::ranges::find(entry.regions, keep.region) != entry.regions.end();
+    if (is_for_region && !is_known) entry.regions.push_back(keep.region);
   }
 
   /// Whether the time is over for which something is to be kept. With the lock.
@@ -250,7 +260,7 @@ class DerivedWeights final : public KeptWeights {
   /// a count of LibTorch's.
   void add(const at::Tensor& weight, WeightStamp stamp, WeightForm form, WeightKeep keep,
            const Tensors& made, std::uint64_t changes) {
-    Entry entry(weight, std::move(stamp), form, keep, made);
+    Entry entry(weight, std::move(stamp), form, made);
     Entries dropped;
     const std::scoped_lock lock(mutex_);
     if (changes != changes_ || suspensions_ > 0) return;
@@ -263,7 +273,7 @@ class DerivedWeights final : public KeptWeights {
       purge_at_ = std::max<std::size_t>(least_to_purge, 2 * entries_.size());
       purge_at_bytes_ = std::max<int64_t>(least_bytes_to_purge, 2 * counts_.bytes);
     }
-    entry.used = ++uses_;
+    keep_entry(entry, keep);
     counts_.bytes += entry.bytes;
     entries_.emplace(owner_of(weight), std::move(entry));
   }

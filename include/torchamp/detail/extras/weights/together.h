@@ -48,6 +48,9 @@ namespace torchamp::detail {
 // cast of an empty tensor of the thread's. So whatever clears it drops them, and they are found
 // again only by the thread that made them. Within a capture the casts are part of the graph.
 //
+// The graph goes from a transpose's cast to the weight, past the transpose itself. So only one
+// whose node does nothing else is taken for a use of the weight: see passes_gradient_on().
+//
 // A chunk's gradients arrive at the weights when the last of them has come, so later than by nodes
 // of their own. Where two others are added to a weight's gradient, the order of the sum may differ.
 //
