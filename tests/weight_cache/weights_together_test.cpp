@@ -402,6 +402,25 @@ TEST_F(WeightsTogether, HaveTwoCastsIfAPredicateDecidesAboutOneOfTheirOps) {
   }
 }
 
+TEST_F(WeightsTogether, AreNotCastInSmallerChunksAfterTheCacheWasClearedWithinARegion) {
+  const Layers net(6);
+  const auto input = torch::randn({4, 8}).to(at::kBFloat16);
+  for (int region = 0; region < 6; ++region) {
+    at::Tensor output;
+    {
+      const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+      const auto hidden = net(input, 0, 2);
+      if (region % 2 == 1) torchamp::clear_weight_cache();  // as a guard's end on another thread
+      output = net(hidden, 2);
+    }
+    const auto loss = output.sum();
+    const CallCounter ops;
+    loss.backward();
+    EXPECT_EQ(ops.called_anywhere("aten::_foreach_copy_"), region == 0 ? 0 : 1 + region % 2);
+    EXPECT_EQ(ops.called_anywhere("aten::_to_copy"), region == 0 ? 12 : 0) << region;
+  }
+}
+
 TEST_F(WeightsTogether, NeedNotBeginWithTheSameTensorInEachRegion) {
   const Layers net(3);
   for (int region = 0; region < 4; ++region) {

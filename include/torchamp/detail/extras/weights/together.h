@@ -20,6 +20,7 @@
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -39,9 +40,9 @@ namespace torchamp::detail {
 // Note [Weights cast together]
 // LibTorch casts each weight by itself at its first use in a region, and each gradient by itself in
 // backward. A model uses the same weights in the same order in each region, so a thread notes which
-// weights a region has cast one after another: a CastChunk, found by its first weight. The next
-// region that casts this first weight casts the whole chunk by one op, each weight into a tensor of
-// its own, with one node of the graph for all. A weight of a chunk that a region has not used is
+// weights a region has cast one after another: a CastChunk. The next region that casts its first
+// weight casts the whole chunk by one op, each weight into a tensor of its own, with one node of
+// the graph for all. A weight of a chunk that a region has not used is
 // taken out of it when the chunk is next cast; a weight in no chunk is noted for a new one.
 //
 // The casts live as long as LibTorch's own cache keeps them: they hang on an entry of that cache, a
@@ -194,24 +195,19 @@ struct CastChunk {
   std::uint64_t cast_in = 0;  // the number of the latest CastPool that cast it
 };
 
-/// The chunks of a thread and device type, by the keys of their first weights.
+/// The chunks of a thread and device type.
 struct CastChunks {
-  std::unordered_map<std::uintptr_t, std::shared_ptr<CastChunk>> by_first;
+  struct Place {
+    WeakTensor weight;
+    std::shared_ptr<CastChunk> chunk;
+  };
+  std::unordered_map<std::uintptr_t, Place> of_weight;  // by WeightUse::key()
   at::Tensor anchor;        // the empty weight whose cast has the CastPool
   std::uint64_t pools = 0;  // that have been made
 
-  /// Forgets the weights that are gone. What is left of a chunk begins with another weight: the
-  /// first was an input, say, whose gradient was wanted.
+  /// Forgets the weights that are gone.
   void purge() {
-    std::vector<std::shared_ptr<CastChunk>> left;
-    std::erase_if(by_first, [&](const auto& one) {
-      auto& members = one.second->members;
-      const bool has_first = !members.empty() && !members.front().weight.is_gone();
-      std::erase_if(members, [](const auto& member) { return member.weight.is_gone(); });
-      if (!has_first && !members.empty()) left.push_back(one.second);
-      return !has_first;
-    });
-    for (auto& chunk : left) by_first.insert_or_assign(chunk->members.front().key(), chunk);
+    std::erase_if(of_weight, [](const auto& one) { return one.second.weight.is_gone(); });
   }
 };
 
@@ -288,45 +284,47 @@ class CastPool final : public c10::BackendMeta {
   void note(const WeightUse& use) {
     if (!open_ || !open_->takes(use.weight)) {
       open_ = std::make_shared<CastChunk>(CastChunk{.device = use.weight.device(), .members = {}});
-      chunks_.by_first.insert_or_assign(use.key(), open_);
     }
+    chunks_.of_weight.insert_or_assign(use.key(), CastChunks::Place{WeakTensor(use.weight), open_});
     open_->members.push_back({WeakTensor(use.weight), use.is_transposed});
     open_->elements += use.weight.numel();
   }
 
-  /// Casts the chunk that begins with this use; false if there is none.
+  /// Casts the chunk of this use, from it on; false if there is none. A weight that the latest
+  /// region did not use goes on with that region: the cache was cleared within it.
   bool cast_chunk(const WeightUse& first, at::ScalarType dtype) {
-    const auto place = chunks_.by_first.find(first.key());
-    if (place == chunks_.by_first.end()) return false;
-    const std::shared_ptr<CastChunk> known = place->second;
+    const auto place = chunks_.of_weight.find(first.key());
+    if (place == chunks_.of_weight.end()) return false;
+    const std::shared_ptr<CastChunk> known = place->second.chunk;
     if (known == open_) return false;
-    const bool is_first_time = known->cast_in != number_;
-    if (is_first_time) {
-      std::erase_if(known->members, [](const auto& member) { return !member.is_used; });
+    auto& all = known->members;
+    auto from = std::ranges::find(all, first.key(), &CastChunk::Member::key);
+    if (from == all.end()) return false;
+    const bool begins = known->cast_in != number_ && from->is_used;
+    if (begins) {
+      std::erase_if(all, [](const auto& member) { return !member.is_used; });
+      from = std::ranges::find(all, first.key(), &CastChunk::Member::key);
     }
     std::vector<WeightUse> uses;
     std::vector<std::size_t> members;
-    bool has_first = false;
-    for (std::size_t i = 0; i < known->members.size(); ++i) {
-      const auto& member = known->members[i];
-      WeightUse use{member.weight.lock(), member.is_transposed};
+    for (auto member = from; member != all.end(); ++member) {
+      WeightUse use{member->weight.lock(), member->is_transposed};
       if (!use.weight.defined() || use.weight.device() != known->device ||
           !is_castable_weight(use.weight, known->device.type())) {
         continue;
       }
       const Entry* const entry = find(use);
       if (entry != nullptr && entry->serves(use.weight)) continue;
-      has_first = has_first || use.key() == first.key();
       uses.push_back(std::move(use));
-      members.push_back(i);
+      members.push_back(static_cast<std::size_t>(member - all.begin()));
     }
-    if (!has_first || uses.size() < 2) return false;
+    if (uses.size() < 2 || uses.front().key() != first.key()) return false;
     open_.reset();
     Tensors casts = cast_all(uses, dtype);
-    if (is_first_time) {  // after what can fail: the first weight is a member, come what may
-      for (auto& member : known->members) member.is_used = false;
-      known->cast_in = number_;
+    if (begins) {  // after what can fail
+      for (auto& member : all) member.is_used = false;
     }
+    known->cast_in = number_;
     for (std::size_t i = 0; i < uses.size(); ++i) {
       put(uses[i], std::move(casts[i]), known, members[i]);
     }
