@@ -65,10 +65,8 @@ class CastArguments {
       if (name == "training" || name == "use_input_stats") training_position_ = i;
       if (!holds_tensors(*argument.type())) continue;
       const bool is_beside = has_statistics && (name == "weight" || name == "bias");
-      auto& positions = is_running_statistic(argument) ? statistics_
-                        : is_beside                    ? beside_statistics_
-                                                       : positions_;
-      positions.push_back(i);
+      auto& others = is_beside ? beside_statistics_ : positions_;
+      (is_running_statistic(argument) ? statistics_ : others).push_back(i);
     }
   }
 
