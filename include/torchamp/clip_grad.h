@@ -92,7 +92,8 @@ inline at::Tensor clip_coefficient(const at::Tensor& norm, double max_norm) {
 }
 
 /// What the gradients are divided by instead: max(1, (norm + eps) / max_norm). As eps / max_norm +
-/// norm / max_norm it is a launch less, where fp32 holds 1 / max_norm.
+/// norm / max_norm it is a launch less, where fp32 holds 1 / max_norm. At least 1, so that no
+/// finite gradient becomes an inf: find_infs() looks for that at small scales only.
 inline at::Tensor clip_divisor(const at::Tensor& norm, double max_norm) {
   constexpr double eps = 1e-6;
   const double factor = 1. / max_norm;
@@ -151,6 +152,7 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
     }
   }
   multiply(batches, clip_coefficient(norm, max_norm));
+  // By 1 at most: what is finite stays so, and what `before` shows of the gradients still holds.
   if (before.defined()) keep_deferred(*deferred, optimizer, before);
   return norm;
 }
@@ -188,7 +190,7 @@ inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double
   const auto* const shards = detail::common_shards({params}, "clip_grad_norm_");
   if (shards) norm = shards->norm_of_all(norm, norm_type);
   if (!batches.empty()) detail::multiply(batches, detail::clip_coefficient(norm, max_norm));
-  if (std::isfinite(max_norm)) detail::note_plain_clip(params);
+  if (std::isfinite(max_norm)) detail::note_clip(params);
   return norm;
 }
 
@@ -199,7 +201,7 @@ inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max
                                   double norm_type = 2.) {
   detail::check_limit("clip_grad_norm_: max_norm", max_norm);
   at::Tensor norm = detail::clip_norm(optimizer, at::Tensor(), max_norm, norm_type);
-  if (std::isfinite(max_norm)) detail::note_plain_clip(optimizer);
+  if (std::isfinite(max_norm)) detail::note_clip(optimizer);
   return norm;
 }
 
@@ -226,7 +228,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
   if (scaler.is_unscaled(optimizer)) {
     detail::ScalerParts::ledger(scaler).order.backward->note_clipped(optimizer);
   }
-  if (std::isfinite(max_norm)) detail::note_plain_clip(optimizer, /*knows_scale=*/true);
+  if (std::isfinite(max_norm)) detail::note_clip(optimizer, /*knows_scale=*/true);
   return norm;
 }
 
@@ -236,7 +238,7 @@ inline void clip_grad_value_(at::TensorList params, double value) {
   detail::check_limit("clip_grad_value_: the value", value);
   const detail::InternalOps internal;
   detail::clip_value(detail::gradients_to_clip({params}, "clip_grad_value_"), value);
-  detail::note_plain_clip(params);
+  detail::note_clip(params);
 }
 
 /// Clamps the unscaled gradients of all parameters of `optimizer` to [-value, value], after any
@@ -252,7 +254,7 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
     deferred->forget();
   }
   detail::clip_value(batches, value);
-  detail::note_plain_clip(optimizer);
+  detail::note_clip(optimizer);
 }
 
 /// Clamps gradients that `scaler` has scaled, between backward() and scaler.step(optimizer);

@@ -79,7 +79,8 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
   }
 
   /// Makes the next step divide the present gradients by `divisor` (0-dim fp32, on any device), on
-  /// top of the scale and of earlier divisors; costs one multiplication of two numbers.
+  /// top of the scale and of earlier divisors; costs one multiplication of two numbers. A divisor
+  /// below 1 may make an inf of a finite gradient, which a GradScaler's step does not look for.
   /// clip_grad_norm_ uses it. Until that step neither the gradients nor `divisor` may change: the
   /// step throws if gradients were written to, replaced, added or partly dropped. If all are gone,
   /// the divisor is forgotten if this thread has run a forward pass since (or this class's

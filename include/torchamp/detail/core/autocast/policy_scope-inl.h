@@ -108,6 +108,7 @@ TORCHAMP_BODY void PolicyScope::end() noexcept {
     }
   } else {
     c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(before_));
+    // Nobody changes a node or a policy, so other threads may hold them meanwhile.
     if (is_outermost) SparePolicy::keep({std::move(policy_), std::move(top)});
   }
   ours_ = nullptr;

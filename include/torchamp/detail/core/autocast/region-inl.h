@@ -140,7 +140,8 @@ inline bool must_push_again(const RegionState& inside) {
   return has_no_scope_here || is_outside_backward;
 }
 
-/// What the thread's last guard has left behind, if the region may use it; null if not.
+/// What the thread's last guard has left behind, if it is what policy_within() would make and tell;
+/// null if not.
 inline PolicyInSlot* spare_for(const RegionState& inside) {
   const bool listener_begins = inside.op_rule() != nullptr || kept_weights() != nullptr;
   if (!inside.autocast.enabled || listener_begins) return nullptr;

@@ -83,7 +83,7 @@ inline bool any_gradient(const torch::optim::Optimizer& optimizer) {
 }
 
 /// Null for most tensors.
-inline WeightMeta* weight_meta_of(const at::Tensor& tensor) {
+inline WeightMeta* weight_meta_of(const at::TensorBase& tensor) {
   c10::BackendMeta* const meta = tensor.unsafeGetTensorImpl()->get_backend_meta();
   return meta ? dynamic_cast<WeightMeta*>(meta) : nullptr;
 }

@@ -161,6 +161,7 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
     stepped_with_ = std::move(options);
   }
   plan_.run(param_groups_, grad_scale, found_inf, is_exact);
+  // A graph that holds this step runs eagerly again once the plan is another.
   if (auto* const body = detail::GraphBody::current()) {
     body->made_eagerly.push_back(plan_.identity());
   }

@@ -140,7 +140,7 @@ TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
     return detail::ScalerParts::unscaled_result(std::move(value));
   }
   scale_.check_created("step");
-  detail::OptimizerState& state = ledger_.optimizers.of(optimizer);
+  detail::OptimizerState& state = ledger_.optimizers.of(optimizer);  // stays valid until update()
   detail::check_not_stepped(state);
   if (state.stage == detail::OptimizerState::Stage::unscaled) {
     detail::check_complete(optimizer, state, ledger_.order);
@@ -152,6 +152,7 @@ TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   auto* const fused = dynamic_cast<ScaledStep*>(&optimizer);
   const detail::StepDivisor divisor =
       detail::prepare_gradients(optimizer, fused != nullptr, state, scale_);
+  // All processes come here, with gradients or without: see Note [What processes agree on].
   detail::agree_for_step(state, scale_, ledger_.losses.get());
 
   std::vector<MissingGradient> missing;

@@ -240,12 +240,15 @@ class StepOrder {
   void check(const torch::optim::Optimizer& optimizer, const char* call) {
     backward->check_unshared(optimizer, call);
     if (was_asked() || is_fixed_) return;
-    if (scaled_at_ == 0 ? had_scale_ : !backward->may_have_run()) {
+    // A program that has not scaled anything yet gets an error elsewhere.
+    const bool scaled_nothing = scaled_at_ == 0 && had_scale_;
+    const bool ran_no_backward = scaled_at_ != 0 && !backward->may_have_run();
+    if (scaled_nothing || ran_no_backward) {
       if (warned_of_scale_ || !any_gradient(optimizer, is_not_zero)) return;
       warned_of_scale_ = true;
       warn({call, ": ",
-            scaled_at_ == 0 ? "nothing was scaled since the last update()"
-                            : "no backward() of what scale() returned was called",
+            scaled_nothing ? "nothing was scaled since the last update()"
+                           : "no backward() of what scale() returned was called",
             ", so the scale is not that of these gradients. Call scaler.scale(loss).backward() in "
             "each iteration, and update() once, after the last step. This warning is given once."});
     } else if (scaled_at_ != 0 && !warned_of_clip_ && !known_ &&

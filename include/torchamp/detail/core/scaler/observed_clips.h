@@ -20,7 +20,7 @@ namespace torchamp::detail {
 
 /// Records the clip for a scaler that has scaled these gradients, and for a step that finds that
 /// there were none yet. Not for a limit of infinity, by which programs look at norms.
-inline void note_plain_clip(at::TensorList params) {
+inline void note_clip(at::TensorList params) {
   const at::Tensor* none = nullptr;
   for (const at::Tensor& param : params) {
     if (!param.defined()) continue;
@@ -30,13 +30,13 @@ inline void note_plain_clip(at::TensorList params) {
   }
   if (none) PlainClips::note(*none);
 }
-inline void note_plain_clip(const torch::optim::Optimizer& optimizer, bool knows_scale = false) {
+inline void note_clip(const torch::optim::Optimizer& optimizer, bool knows_scale = false) {
   const bool any = any_gradient(optimizer, [=](const at::Tensor& gradient) {
     PlainClips::note(gradient, knows_scale);
     return true;
   });
   if (!any && !optimizer.param_groups().empty()) {
-    note_plain_clip(optimizer.param_groups().front().params());
+    note_clip(optimizer.param_groups().front().params());
   }
 }
 
@@ -57,7 +57,7 @@ template <class Tensors, class... Rest>
 requires std::same_as<std::remove_reference_t<Tensors>, std::vector<at::Tensor>>
 double clip_grad_norm_(Tensors&& parameters, double max_norm, Rest... rest) {
   const double norm = clip_grad_norm_(std::as_const(parameters), max_norm, rest...);
-  if (std::isfinite(max_norm)) torchamp::detail::note_plain_clip(parameters);
+  if (std::isfinite(max_norm)) torchamp::detail::note_clip(parameters);
   return norm;
 }
 /// LibTorch's clip_grad_value_, recorded for the scaler.
@@ -65,7 +65,7 @@ template <class Tensors>
 requires std::same_as<std::remove_reference_t<Tensors>, std::vector<at::Tensor>>
 void clip_grad_value_(Tensors&& parameters, double clip_value) {
   clip_grad_value_(std::as_const(parameters), clip_value);
-  torchamp::detail::note_plain_clip(parameters);
+  torchamp::detail::note_clip(parameters);
 }
 
 }  // namespace torch::nn::utils

@@ -16,7 +16,8 @@
 
 namespace torchamp::detail {
 
-/// The latest clips of this thread: those that named no scaler, and those that found no gradient.
+/// The latest clips of this thread. Those that named a scaler count as clips that have found
+/// gradients, and for nothing else.
 class PlainClips {
  public:
   /// A clip has left this gradient, one of those that it has limited, or has found none and was

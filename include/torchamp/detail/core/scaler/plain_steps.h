@@ -36,7 +36,7 @@ namespace torchamp::detail {
 //   weights that the last          such inputs of this batch
 //   iteration did not train
 //   gradients that nobody clears   a teacher that averages weights, and is not detached
-//   gradients of the program's     those that a backward of other inputs= has left alone
+//   gradients of the program's     those that a backward(inputs) has left alone
 //   copies of the scaler's weights replicas, each with a part of the batch
 //   weights of another scaler's    a critic that is clamped after the generator's scaled loss went
 //   optimizer, or of this one's    through it

@@ -227,7 +227,8 @@ inline StepDivisor check_before_fused_step(torch::optim::Optimizer& optimizer, c
   state.had_gradients = !batches.empty();
   state.found_inf = {at::zeros({}, scale.scale().options()), std::nullopt};
   find_infs(batches, divisor, scale, may_overflow, state);
-  if (product_overflows(scale, clip)) state.found_inf.tensor.fill_(1.);  // with fp16 gradients
+  if (product_overflows(scale, clip))
+    state.found_inf.tensor.fill_(1.);  // see Note [A large scale and a clip]
   return divisor;
 }
 

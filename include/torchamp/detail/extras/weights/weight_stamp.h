@@ -15,6 +15,7 @@
 #include <cstdint>
 #include <optional>
 
+#include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -29,7 +30,7 @@ inline const c10::TensorImpl* owner_of(const at::Tensor& weight) {
 /// counts its writes apart. Not where masters, which report their writes, have made it so.
 inline bool has_part_of_memory(const at::Tensor& weight) {
   const at::TensorBase& owner = weight.is_view() ? weight._base() : weight;
-  if (owner.numel() == 0 || owner.unsafeGetTensorImpl()->get_backend_meta()) return false;
+  if (owner.numel() == 0 || weight_meta_of(owner)) return false;
   std::int64_t elements = 1;  // from the first to the last in memory
   for (std::int64_t d = 0; d < owner.dim(); ++d) {
     elements += (owner.size(d) - 1) * owner.stride(d);
