@@ -9,6 +9,7 @@
 
 #include <cmath>
 #include <memory>
+#include <stdexcept>
 #include <string>
 
 #include "support/devices.h"
@@ -19,6 +20,14 @@ namespace {
 using testing::HasSubstr;
 using testing::IsEmpty;
 using torchamp::GradScaler;
+
+/// Makes exceptions of the calling thread's warnings.
+class ThrownWarnings final : c10::WarningHandler {
+  void process(const c10::Warning& warning) override { throw std::runtime_error(warning.msg()); }
+
+  c10::WarningUtils::WarnAlways always_;
+  c10::WarningUtils::WarningHandlerGuard guard_{this};
+};
 
 constexpr const char* beside = "optimizer.step() steps with gradients that are too large";
 
@@ -433,6 +442,25 @@ INSTANTIATE_TEST_SUITE_P(Devices, StepAfterUnscaleOn, all_devices(), device_name
 }  // namespace
 
 /// What a device has found arrives later, so the host looks again in the iterations that follow.
+TEST(StepAfterUnscale, ThatIsToldByAnExceptionLeavesTheScalerReadyForTheNextIteration) {
+  const at::Tensor weight = torch::ones({4}).requires_grad_();
+  torchamp::FusedAdam optimizer({weight}, torch::optim::AdamOptions(1e-3));
+  GradScaler scaler({.init_scale = 64.});
+  const ThrownWarnings warnings;
+  for (const double slope : {HUGE_VAL, 1., 1.}) {
+    optimizer.zero_grad();
+    scaler.scale((weight * slope).sum()).backward();
+    scaler.unscale_(optimizer);
+    optimizer.step();
+    if (slope == HUGE_VAL) {
+      EXPECT_THROW(scaler.update(), std::runtime_error);
+    } else {
+      scaler.update();
+    }
+  }
+  EXPECT_EQ(scaler.get_scale(), 32.);
+}
+
 TEST_P(StepAfterUnscaleOn, IsToldOnceTheInfHasArrived) {
   SKIP_WITHOUT(GetParam());
   const at::Tensor weight = torch::ones({4}, GetParam()).requires_grad_();

@@ -248,6 +248,20 @@ TEST(DerivedWeights, KeepsUntilTheLastOfTheRegionsThatAskedHasEnded) {
   }
 }
 
+TEST(DerivedWeights, KeepsWhatAnotherThreadHasMadeMeanwhileAsLongAsEitherAsked) {
+  using Until = WeightKeep::Until;
+  DerivedWeights store;
+  const auto weight = leaf({1});
+  const auto region = store.begin_region();
+  const auto make = [&](const Tensors&) { return Tensors{weight.detach() * 2}; };
+  store.get(weight, form, {Until::region_ends, region}, [&](const Tensors& reusable) {
+    store.get(weight, form, {Until::told, region}, make);  // as another thread may
+    return make(reusable);
+  });
+  store.end_region(region);
+  EXPECT_EQ(store.counts().bytes, 4);
+}
+
 TEST(DerivedWeights, KeepsForEachRegionThatIsOpenHoweverManyThereAre) {
   Doubled doubled;
   std::vector<std::pair<std::uint64_t, at::Tensor>> regions;

@@ -76,6 +76,20 @@ class WeightsTogether : public ::testing::Test {
   }
 };
 
+TEST_F(WeightsTogether, KnowATransposeFromBeforeTheWeightGotOtherMemory) {
+  const Tensors weights{torch::randn({8, 8}).set_requires_grad(true),
+                        torch::randn({8, 8}).set_requires_grad(true)};
+  const Tensors transposes{weights[0].t(), weights[1].t()};
+  for (const at::Tensor& weight : weights) weight.set_data(torch::randn({8, 8}));
+  const at::Tensor x = torch::randn({2, 8});
+  const auto result = [&](const WeightCache& cache) {
+    const AutocastGuard autocast(at::kCPU, {.dtype = at::kBFloat16, .cache = cache});
+    return x.mm(transposes[0]).mm(transposes[1]).detach();
+  };
+  const at::Tensor expected = result(WeightCache::libtorch);
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(result(WeightCache::together).equal(expected));
+}
+
 TEST_F(WeightsTogether, AreNotCastOneByOneFromTheSecondRegionOnNorAreTheirGradients) {
   const Layers net(6);
   const auto input = torch::randn({4, 8}).to(at::kBFloat16);

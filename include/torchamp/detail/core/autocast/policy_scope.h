@@ -91,6 +91,7 @@ class PolicyScope {
   bool is_on_its_thread() const { return thread_ == std::this_thread::get_id(); }
   /// Whether it is the node that this scope has pushed. Where the program has restored an older
   /// state, that one is gone, with its share in the policy, and its memory may be another node's.
+  /// (Not certain where something else shares the policy.)
   bool is_ours(const c10::ThreadLocalDebugInfo* node) const {
     return node == ours_ && policy_.use_count() > 1;
   }

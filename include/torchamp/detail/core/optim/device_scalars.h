@@ -68,7 +68,7 @@ class DeviceScalars : public StepScalars {
   }
 
   /// Takes the scale and the flag to this device, and all memory that counting takes. Waits for no
-  /// device. `is_exact`: the flag is 0 or 1.
+  /// device, but for a list on the host whose scale is on one. `is_exact`: the flag is 0 or 1.
   void prepare(const at::Tensor& grad_scale, const at::Tensor& found_inf, bool is_exact) {
     forget_step();  // one that has thrown
     if (grad_scale.defined()) grad_scale_ = to_device_async(device(), grad_scale);

@@ -28,8 +28,8 @@ namespace torchamp::detail {
 
 // Note [Orders that train wrongly]
 // Some orders of calls step with gradients that have another scale than the scaler divides by. What
-// tells is found without a look at values (but zeros are right at any scale, so they are looked for
-// before a warning of the scale), and where a program may mean it:
+// tells is found without a look at values, and where a program may mean it. (Only before a warning,
+// values are read: zeros are right at any scale, and a copy of stepped weights was not stepped.)
 //
 //   a clip without the scaler    it leaves a note of a gradient, by identity and version. One that
 //                                a step finds as it was left, and that is later than scale(), was
@@ -120,7 +120,7 @@ class ScaledBackward {
   Told end_iteration() {
     const std::scoped_lock lock(mutex_);
     const bool all_fp64 = plain_steps_.all_fp64() && !std::exchange(warned_of_fp64_, true);
-    // Both look at what this iteration's optimizers have left, before it is forgotten.
+    // What this iteration's optimizers have left is looked at twice before it is forgotten.
     const bool any_plain_step = plain_steps_.end_iteration(unscaled_);
     last_left_.clear();
     unscaled_.for_first([this](const UnscaledGradients::Left& one) { last_left_.push_back(one); });
@@ -200,14 +200,15 @@ class StepOrder {
   }
   /// The program has set the scale of this iteration, or has got it with the state.
   void note_known() { known_ = true; }
-  void end_iteration() {
+  /// What to warn of.
+  ScaledBackward::Told end_iteration() {
     had_scale_ |= scaled_at_ != 0;
     scaled_at_ = 0;
-    const ScaledBackward::Told told = backward->end_iteration();
-    if (told.plain_step && !was_asked() && !is_fixed_) warn_of_plain_step();
-    if (told.all_fp64) warn_of_fp64();
+    ScaledBackward::Told told = backward->end_iteration();
+    told.plain_step = told.plain_step && !was_asked() && !is_fixed_;
     asked_ = known_ = false;
     began_at_ = PlainClips::tick();
+    return told;
   }
   /// Warns once of a clip before the gradients came that are now stepped with.
   void warn_of_early_clip(const torch::optim::Optimizer& optimizer) {
@@ -262,11 +263,12 @@ class StepOrder {
   }
 
  private:
-  /// Zeros are right at any scale, those of a batch that was passed over, say. Reads a device, just
-  /// before a warning.
+  /// Zeros are right at any scale, those of a batch that was passed over, say. Looked for on the
+  /// host alone: a step waits for no device.
   TORCHAMP_RARE static bool is_not_zero(const at::Tensor& gradient) {
     const InternalOps guard;
-    return gradient.layout() != at::kStrided || gradient.any().item<bool>();
+    const bool is_looked_at = gradient.is_cpu() && gradient.layout() == at::kStrided;
+    return !is_looked_at || gradient.any().item<bool>();
   }
 
   uint64_t scaled_at_ = 0;                  // 0 if nothing was in this iteration

@@ -17,6 +17,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
@@ -33,8 +34,8 @@ namespace torchamp::detail {
 // write to weights itself, so these are not told:
 //
 //   one weight                     an adversarial input, which only the gradient's sign changes
-//   weights that the last          such inputs of this batch
-//   iteration did not train
+//   weights that no earlier        such inputs of this batch
+//   iteration trained
 //   gradients that nobody clears   a teacher that averages weights, and is not detached
 //   gradients of the program's     those that a backward(inputs) has left alone
 //   copies of the scaler's weights replicas, each with a part of the batch
@@ -156,7 +157,7 @@ class PlainSteps {
   /// Whether two weights were stepped with scaled gradients, by no scaler. `ours`: what this one's
   /// optimizers have left.
   TORCHAMP_RARE bool end_iteration(const UnscaledGradients& ours) {
-    if (!is_looking() || leaves_.empty()) return false;
+    if (!is_looking() || reached_.empty()) return false;
     --iterations_left_;
     std::vector<at::Tensor> written;
     for (auto& [address, one] : scaled_) {
@@ -193,11 +194,11 @@ class PlainSteps {
     return moves;
   }
 
-  /// Whether `weight` has the values of one that an optimizer of `ours` steps. Reads a device, just
-  /// before a warning.
+  /// Whether `weight` has the values of one that an optimizer of `ours` steps. Reads a device, once
+  /// in a scaler's life, before a warning; in a graph's body, which cannot, it is taken for a copy.
   TORCHAMP_RARE static bool is_copy(const at::Tensor& weight, const UnscaledGradients& ours) {
     const InternalOps guard;
-    bool is = false;
+    bool is = GraphBody::is_running();
     ours.for_each([&](const UnscaledGradients::Name&, const UnscaledGradients::Left& left) {
       const at::Tensor own = is ? at::Tensor() : left.parameter.lock();
       is = is || (own.defined() && own.layout() == at::kStrided &&

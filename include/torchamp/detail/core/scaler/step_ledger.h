@@ -211,11 +211,15 @@ class StepLedger {
 
   void end_iteration() {
     note_used_windows();
-    look_for_unchecked_steps();
+    const bool unchecked_step = look_for_unchecked_steps();
     optimizers.clear();
-    order.end_iteration();
+    const ScaledBackward::Told told = order.end_iteration();
     std::erase_if(records_, [](const auto& record) { return record.expired(); });
     if (losses) losses->forget();
+    // Last: a warning may run the program's code, which may throw.
+    if (unchecked_step) UncheckedSteps::warn_of_it();
+    if (told.plain_step) StepOrder::warn_of_plain_step();
+    if (told.all_fp64) StepOrder::warn_of_fp64();
   }
 
  private:
@@ -229,13 +233,15 @@ class StepLedger {
     }
   }
 
-  void look_for_unchecked_steps() {
-    unchecked_steps_.look();
+  /// Whether to warn of one, of this iteration or, where a device tells later, of one before.
+  bool look_for_unchecked_steps() {
+    const bool any_before = unchecked_steps_.look();
     for (const auto& [optimizer, state] : optimizers) {
       if (state.stage != OptimizerState::Stage::unscaled || !state.had_gradients) continue;
       unchecked_steps_.add(state.found_inf.tensor, order.backward->written_weights(optimizer));
     }
     unchecked_steps_.end_iteration();
+    return unchecked_steps_.look() || any_before;
   }
 
   UncheckedSteps unchecked_steps_;

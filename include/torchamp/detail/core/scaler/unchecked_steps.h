@@ -38,17 +38,21 @@ class UncheckedSteps {
 
   /// All of the iteration's optimizers were added.
   void end_iteration() {
-    if (found_inf_.defined()) mirror_.send(found_inf_);
+    if (found_inf_.defined()) mirror_.send(found_inf_, /*meanwhile=*/0.F);
     found_inf_ = at::Tensor();
-    look();
   }
 
-  /// Warns once.
-  void look() {
-    if (weights_.empty() || mirror_.empty() || mirror_[0] == 0) return;
-    if (std::none_of(weights_.begin(), weights_.end(), is_ruined)) return weights_.clear();
+  /// Whether to warn, which is so once at most. Not in a capture, which cannot read weights.
+  bool look() {
+    if (weights_.empty() || mirror_.empty() || mirror_[0] == 0 || GraphBody::is_running()) {
+      return false;
+    }
+    const bool any_is_ruined = std::any_of(weights_.begin(), weights_.end(), is_ruined);
     weights_.clear();
-    warned_ = true;
+    warned_ = warned_ || any_is_ruined;
+    return any_is_ruined;
+  }
+  TORCHAMP_RARE static void warn_of_it() {
     warn(
         {"GradScaler::update: optimizer.step() after unscale_, or after a clip that names the "
          "scaler, has stepped with infs or NaNs, and weights are inf or NaN now. Call "

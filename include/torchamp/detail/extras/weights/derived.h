@@ -266,7 +266,10 @@ class DerivedWeights final : public KeptWeights {
     if (changes != changes_ || suspensions_ > 0) return;
     if (entry.bytes > budget_ || is_over(keep)) return;
     const auto other = place_of(weight, form);
-    if (other != entries_.end()) drop(other, dropped);  // another thread was quicker
+    if (other != entries_.end()) {  // another thread was quicker
+      if (other->second.holds(weight)) return keep_entry(other->second, keep);
+      drop(other, dropped);
+    }
     make_room(entry.bytes, dropped);
     if (entries_.size() >= purge_at_ || counts_.bytes >= purge_at_bytes_) {
       drop_if([](const Entry&) { return false; }, dropped);

@@ -42,8 +42,8 @@ namespace torchamp::detail {
 // backward. A model uses the same weights in the same order in each region, so a thread notes which
 // weights a region has cast one after another: a CastChunk. The next region that casts its first
 // weight casts the whole chunk by one op, each weight into a tensor of its own, with one node of
-// the graph for all. A weight of a chunk that a region has not used is
-// taken out of it when the chunk is next cast; a weight in no chunk is noted for a new one.
+// the graph for all. A weight of a chunk that a region has not used is taken out of it when the
+// chunk is next cast; a weight in no chunk is noted for a new one.
 //
 // The casts live as long as LibTorch's own cache keeps them: they hang on an entry of that cache, a
 // cast of an empty tensor of the thread's. So whatever clears it drops them, and they are found
@@ -107,15 +107,17 @@ inline bool passes_gradient_on(const at::Tensor& view, const at::TensorBase& wei
   if (!node || has_hooks(*node)) return false;
   const std::string name = node->name();
   return (name == "TBackward0" || name == "TransposeBackward0") &&
-         node->next_edge(0).function == torch::autograd::impl::try_get_grad_accumulator(weight);
+         node->next_edge(0).function ==
+             torch::autograd::impl::try_get_grad_accumulator(at::Tensor(weight));
 }
 
-/// Whether a view with two dimensions has those of the weight, and its memory, transposed.
+/// Whether a view has the two dimensions of the weight, transposed, and its memory. (One from
+/// before a set_data() has the memory of then.)
 inline bool is_transpose(const at::Tensor& view, const at::TensorBase& weight) {
   return view.dim() == 2 && weight.dim() == 2 && view.size(0) == weight.size(1) &&
          view.size(1) == weight.size(0) && view.stride(0) == weight.stride(1) &&
          view.stride(1) == weight.stride(0) && view.storage_offset() == weight.storage_offset() &&
-         !view.is_neg() && !has_tangent(view);
+         storage_of(view) == storage_of(at::Tensor(weight)) && !view.is_neg() && !has_tangent(view);
 }
 
 /// Which weight this is.
@@ -290,8 +292,9 @@ class CastPool final : public c10::BackendMeta {
     open_->elements += use.weight.numel();
   }
 
-  /// Casts the chunk of this use, from it on; false if there is none. A weight that the latest
-  /// region did not use goes on with that region: the cache was cleared within it.
+  /// Casts the chunk of this use, from it on; false if there is none. If the latest region has not
+  /// used this weight, this may be the same region, with its cache cleared: so no member is taken
+  /// out of the chunk.
   bool cast_chunk(const WeightUse& first, at::ScalarType dtype) {
     const auto place = chunks_.of_weight.find(first.key());
     if (place == chunks_.of_weight.end()) return false;
