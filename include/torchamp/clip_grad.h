@@ -145,8 +145,9 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
                        std::isfinite(*excess.const_data_ptr<float>());
     if (holds) {
       const bool may_be_infinite = max_norm == 0.;
-      // A maximum over processes may lose NaNs.
-      const bool shows_non_finite = norm_type > 0. && !shards && !may_be_infinite;
+      // A maximum over processes may lose NaNs; a norm of scaled gradients tells of no quotient.
+      const bool shows_non_finite =
+          norm_type > 0. && !shards && !may_be_infinite && scale.defined();
       deferred->add(optimizer, {excess, may_be_infinite, shows_non_finite, norm});
       return norm;
     }

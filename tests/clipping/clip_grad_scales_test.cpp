@@ -101,6 +101,17 @@ TEST(ClipGradOnTheHost, StepsAsThePlainOptimizerWhereTheDivisorIsTooLargeForFp32
   }
 }
 
+TEST(ClipGradOnTheHost, OfScaledGradientsDoesNotHideThatASmallScaleMakesInfsOfThem) {
+  const Tensor weight = torch::zeros({1}).requires_grad_();
+  torchamp::FusedSGD optimizer({weight}, SGDOptions(1.));
+  torchamp::GradScaler scaler(torchamp::GradScalerOptions::fixed(0.25));
+  scaler.scale(weight.sum()).backward();
+  weight.mutable_grad().fill_(3e38);
+  torchamp::clip_grad_norm_(optimizer, inf);  // measures
+  EXPECT_FALSE(scaler.step(optimizer));
+  EXPECT_EQ(weight.item<float>(), 0.F);
+}
+
 TEST_P(ClipGrad, NeverStepsWithADivisorThatFp32CannotHold) {
   for (const bool fp64 : {false, true}) {
     const simulated::Facts facts(

@@ -142,7 +142,8 @@ TORCHAMP_RARE inline std::optional<ThreadSlot> pop_slot() {
 // Note [Slots pushed inside a scope]
 // A profiler that is started inside a scope and outlives it has its slot above ours. Its node has a
 // share in ours, so it is taken off, and a new node with the same slot is put on what was below us.
-// Where ours is not there, what lies above belongs to a state that has been left, and is dropped.
+// Where ours is not there, or not found below a slot of an unknown kind, what lies above is
+// dropped: it mostly belongs to a state that has been left.
 TORCHAMP_COLD void PolicyScope::end_below_others() {
   using Info = c10::ThreadLocalDebugInfo;
   std::vector<ThreadSlot> above;  // the uppermost first

@@ -56,8 +56,8 @@ struct Divisor {
 /// What the gradients of an optimizer are still to be divided by when they are next stepped with.
 class DeferredClip {
  public:
-  /// Divides the gradients that are there now by `divisor`, on top of what is pending for them. An
-  /// error if that was left for others, unless these are all gone.
+  /// Notes that the gradients that are there now are to be divided by `divisor`, on top of what is
+  /// pending for them. An error if that was left for others, unless these are all gone.
   void add(const torch::optim::Optimizer& optimizer, const Divisor& divisor) {
     const Divisor before = pending_for(optimizer);
     divisor_ = divisor;  // also what it shows: its clip has read the same gradients
