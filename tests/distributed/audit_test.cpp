@@ -8,6 +8,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <sstream>
 #include <string>
 
@@ -87,7 +88,8 @@ TEST(Distributed, AnAuditThatWouldWaitForOthersForGoodSaysSo) {
   EXPECT_ERROR(together.run(
                    [&] {
                      const Tensor loss = model->forward(at::ones({4, 8})).sum();
-                     (loss * (group->getRank() == 1 ? NAN : 1.)).backward();
+                     constexpr double nan = std::numeric_limits<double>::quiet_NaN();
+                     (loss * (group->getRank() == 1 ? nan : 1.)).backward();
                    },
                    1),
                problem[group->getRank()]);

@@ -8,6 +8,7 @@
 #include <torchamp/optim.h>
 
 #include <cmath>
+#include <limits>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -429,7 +430,8 @@ TEST_P(StepAfterUnscale, IsNotToldOfWeightsThatWereNotFiniteBefore) {
                 const bool bad = scaler.found_inf(*optimizer).item<double>() != 0.;
                 if (bad) return;
                 const torch::NoGradGuard no_grad;
-                model->weight.fill_(NAN);  // an explosion: all later gradients are NaN
+                // An explosion: all later gradients are NaN.
+                model->weight.fill_(std::numeric_limits<double>::quiet_NaN());
               }),
               IsEmpty());
 }

@@ -53,6 +53,7 @@ const std::vector<Rule> rules{
       "__restrict__", "__float128", "__asm__", "pragma GCC", "#warning", "#include_next", "({ "}},
     {"the language's version, which cl.exe tells by _MSVC_LANG",
      {"#if __cplusplus", "#elif __cplusplus"}},
+    {"a standard macro that LibTorch undefines on Windows", {"NAN"}},
     {"a name that windows.h defines",
      {"interface",      "small",       "near",       "far",
       "huge",           "hyper",       "pascal",     "cdecl",
@@ -264,7 +265,7 @@ TEST(Systems, EveryRuleIsSeenToBreak) {
        {"#include <unistd.h>", "#include <sys/socket.h>", "[[gnu::cold]] void f();",
         "int x __attribute__((unused));", "if (__builtin_expect(x, 1)) return;",
         "#define LIST(...) EACH_OF(__VA_ARGS__)", "#if __cplusplus < 202002L",
-        "const char* const interface = name;", "std::vector<int> parts, small;",
+        "const char* const interface = name;", "std::vector<int> parts, small;", "f(NAN);",
         "std::getenv(\"HOME\");", "std::strerror(errno);", "setenv(\"A\", \"1\", 1);",
         "std::from_chars(begin, end, number, std::chars_format::hex);"}) {
     EXPECT_THAT(broken_rules("a.h", line), testing::SizeIs(1)) << line;
