@@ -126,7 +126,7 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
                  "before step, and update() after it.");
   if (!scale_.stays_at_one()) ledger_.order.check(optimizer, "GradScaler::unscale_");
   state = detail::unscale_gradients(optimizer, scale_, "GradScaler::unscale_");
-  ledger_.order.backward->note_unscaled(optimizer);
+  ledger_.order.backward->note_left(optimizer);
 }
 
 TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
@@ -165,7 +165,7 @@ TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
     value = optimizer.step();
     detail::note_written(optimizer);
   }
-  ledger_.order.backward->note_stepped(optimizer);
+  ledger_.order.backward->note_left(optimizer);
   return StepResult(ledger_.finish(state, scale_, std::move(value), std::move(missing)));
 }
 

@@ -63,15 +63,15 @@ class ScaledBackward {
     return has_run_ || has_scaled_gradient_;
   }
 
-  /// The gradients of `optimizer` are unscaled from now on: a backward that adds to them is told.
-  void note_unscaled(const torch::optim::Optimizer& optimizer) {
+  /// unscale_() or step() has left the gradients of `optimizer` as they are now, also where the
+  /// step was skipped: a backward that adds to them is told.
+  void note_left(const torch::optim::Optimizer& optimizer) {
     const std::scoped_lock lock(mutex_);
-    note_divided(optimizer);
-  }
-  /// The scaler's step of `optimizer` is over, whether it was taken or skipped.
-  void note_stepped(const torch::optim::Optimizer& optimizer) {
-    const std::scoped_lock lock(mutex_);
-    note_divided(optimizer);
+    // A program that has asked for the scale may have added to unscaled ones: what was noted of
+    // these before is out of date.
+    if (has_added(optimizer)) drop(optimizer);
+    unscaled_.note(optimizer);
+    if (plain_steps_.is_looking()) SteppedWeights::note(optimizer);
   }
   /// A clip that knows the scaler has written to unscaled gradients of `optimizer`.
   TORCHAMP_RARE void note_clipped(const torch::optim::Optimizer& optimizer) {
@@ -159,13 +159,6 @@ class ScaledBackward {
       return any_gradient(optimizer, [&](const at::Tensor& its) { return one.is(its); });
     });
     unscaled_.forget(optimizer);
-  }
-  /// Notes the gradients of `optimizer` as they are now. A program that was asked for the scale may
-  /// have added to unscaled ones: what it noted of these before is out of date.
-  void note_divided(const torch::optim::Optimizer& optimizer) {
-    if (has_added(optimizer)) drop(optimizer);
-    unscaled_.note(optimizer);
-    if (plain_steps_.is_looking()) SteppedWeights::note(optimizer);
   }
   bool watches_gradients() const { return !unscaled_.empty() || plain_steps_.is_looking(); }
   std::vector<Found> find_unscaled() const;
