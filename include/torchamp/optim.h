@@ -184,6 +184,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
                   bool is_exact) override;
 
  private:
+  void outdate_captures_of_other_options();
   std::vector<Options> options_but_rates() const;
   void write_steps() const;
 

@@ -153,18 +153,23 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
     TORCH_INTERNAL_ASSERT(holds);
   }
   if (rates_on_device_) {
-    // Graphs hold all options but the rates as constants, and ask the plan's identity before they
-    // replay: see CapturedIteration::made_eagerly_.
     plan_.write_rates(param_groups_);
-    std::vector<Options> options = options_but_rates();
-    if (!stepped_with_.empty() && options != stepped_with_) plan_.outdate_captures();
-    stepped_with_ = std::move(options);
+    outdate_captures_of_other_options();
   }
   plan_.run(param_groups_, grad_scale, found_inf, is_exact);
   // A graph that holds this step runs eagerly again once the plan is another.
   if (auto* const body = detail::GraphBody::current()) {
     body->made_eagerly.push_back(plan_.identity());
   }
+}
+
+/// A graph holds all options but the rates as constants. Where they have changed since the last
+/// step, it must not be replayed: it asks the plan's identity() first.
+template <detail::OptimizerKernel Kernel>
+void FusedOptimizerOf<Kernel>::outdate_captures_of_other_options() {
+  std::vector<Options> options = options_but_rates();
+  if (!stepped_with_.empty() && options != stepped_with_) plan_.outdate_captures();
+  stepped_with_ = std::move(options);
 }
 
 /// The options of each group, with learning rates of 0.

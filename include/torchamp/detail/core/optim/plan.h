@@ -153,7 +153,9 @@ class StepPlan {
         list.rate = at::full({}, rate, at::device(list.device).dtype(at::kFloat));
       } else if (rate != list.written_rate) {
         list.rate.fill_(rate);
-        if (!list.device.is_cpu()) {  // it may be memory of a graph's stream
+        if (!list.device.is_cpu()) {
+          // Made on a capture's stream, maybe, and written on this one: its memory is not used
+          // again before the write has run.
           list.rate.record_stream(
               c10::impl::VirtualGuardImpl(list.device.type()).getStream(list.device));
         }

@@ -87,8 +87,9 @@ TORCHAMP_COLD std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
   if (is_first) scale_.create(outputs.front().device());
   try {
     if (!scale_.stays_at_one()) {
+      // A guard's policy that casts mul would cast the scale, and 65536 is inf in fp16.
       const c10::impl::ExcludeDispatchKeyGuard uncast(c10::autocast_dispatch_keyset);
-      at::Tensor here;
+      at::Tensor here;  // the scale, copied where an output has another device than the last one
       for (at::Tensor& output : scaled) {
         if (!here.defined() || here.device() != output.device()) {
           here = detail::to_device_async(output.device(), scale_.scale());

@@ -139,10 +139,11 @@ class ScaledBackward {
     bool is_as_left;  ///< by its owner, not written to since
   };
 
-  /// A hook at each scaled loss: a backward has come to it, as autograd's task `task`. Takes the
-  /// lock.
+  /// A hook at each scaled loss, which a thread of autograd calls before the loss's gradient flows
+  /// on. `task` is autograd's number of this call of backward(). Takes the lock.
   static void on_begin(const std::shared_ptr<ScaledBackward>& backward, int task);
-  /// Autograd's callback at the end of that task. Takes the lock.
+  /// Autograd's callback once that call has written all gradients, and not if it throws. Takes the
+  /// lock.
   void on_end(const std::vector<Found>& at_begin, const std::vector<PlainSteps::Scaled>& weights);
 
   // What follows takes no lock: the caller holds it.
