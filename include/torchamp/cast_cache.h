@@ -62,7 +62,7 @@ class EmptyCastCache {
 // LibTorch's cache finds a cast by the weight's tensor object alone: it knows neither the values
 // nor the 16-bit dtype nor the graph of what it holds. So it is cleared (at::autocast::clear_cache)
 //  - at the end of the outermost guard, as by torch.autocast: AutocastRegion, AutocastStateGuard;
-//  - at both ends of a guard whose dtype is not that around it: the same. An outermost
+//  - at both ends of a guard whose dtype is not that around it: by these two as well. An outermost
 //    AutocastRegion does so at its end alone, because the last one has left the cache empty;
 //  - where weights are written: DropWeightCasts, for a step, after it and whatever it throws; the
 //    functions below, for the program; custom functions that write in place;

@@ -189,19 +189,19 @@ struct GradScalerOptions {
   }
 
   /// A scale that follows the gradients' magnitude: OpenSeq2Seq's LogMaxScaler
-  /// (open_seq2seq/optimizers/automatic_loss_scaler.py) with corrected averages, see Note [A scale
-  /// that looks ahead]. From the first backward() on, the scale is the largest power of two at
-  /// which the largest gradient is expected to stay well within fp16's range, by a running mean and
-  /// variance of its logarithm and its latest value. So the scale need not grow slowly, and almost
-  /// no step is skipped to find it. Serves fp16 gradients, and fp32 gradients behind fp16 layers.
-  /// While all gradients are 0, the scale grows like torch.amp's. Over several processes set
-  /// both agree_found_inf and agree_largest. The device decides without synchronising: the check
-  /// for infs yields the largest magnitude. Where unscale_ divides the gradients, that check is a
-  /// separate pass. A batch of NaNs counts as an overflow, but not as information about the
-  /// gradients: a run of them costs a factor of 2 or 4 (in the first hundred iterations, up to
-  /// 2^5), from the second good iteration until growth_interval iterations were good. If batches of
-  /// NaNs are more frequent, set forgives_bad_losses: then each costs only its own step. Needs
-  /// torchamp/predictive_scale.h.
+  /// (open_seq2seq/optimizers/automatic_loss_scaler.py) with corrected averages, see
+  /// Note [A scale that looks ahead]. From the first backward() on, the scale is the largest power
+  /// of two at which the largest gradient is expected to stay well within fp16's range, by a
+  /// running mean and variance of its logarithm and its latest value. So the scale need not grow
+  /// slowly, and almost no step is skipped to find it. Serves fp16 gradients, and fp32 gradients
+  /// behind fp16 layers. While all gradients are 0, the scale grows like torch.amp's. Over several
+  /// processes set both agree_found_inf and agree_largest. The device decides without
+  /// synchronising: the check for infs yields the largest magnitude. Where unscale_ divides the
+  /// gradients, that check is a separate pass. A batch of NaNs counts as an overflow, but not as
+  /// information about the gradients: a run of them costs a factor of 2 or 4 (in the first hundred
+  /// iterations, up to 2^5), from the second good iteration until growth_interval iterations were
+  /// good. If batches of NaNs are more frequent, set forgives_bad_losses: then each costs only its
+  /// own step. Needs torchamp/predictive_scale.h.
   template <class Options = GradScalerOptions>
   static Options predictive() {
     return Options{.max_scale = 0x1p32, .follows_gradients = true};

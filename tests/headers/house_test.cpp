@@ -447,6 +447,31 @@ TEST(House, HasNoMoreCodeThanOneCanKnow) {
   EXPECT_LE(code, 21800U);
 }
 
+// A reader looks for a Note by its title, so a title stands in one line, once as a title.
+TEST(House, EveryNoteThatIsReferredToIsFoundByItsTitle) {
+  static const std::regex title(R"(\s*//+ Note \[([^\]]*)\])"), reference(R"(Note \[([^\]]*)\])"),
+      broken(R"(\bNote( \[[^\]]*)?$)");
+  std::map<std::string, int> titles;
+  std::map<std::string, std::string> referred;  // title: by which header
+  for (const auto& [name, text] : headers()) {
+    std::istringstream lines(text);
+    for (std::string line; std::getline(lines, line);) {
+      EXPECT_FALSE(std::regex_search(line, broken)) << name << ": " << line;
+      std::smatch found;
+      if (std::regex_match(line, found, title)) {
+        ++titles[found[1]];
+        continue;
+      }
+      for (std::sregex_iterator one(line.begin(), line.end(), reference), end; one != end; ++one) {
+        referred.emplace((*one)[1], name);
+      }
+    }
+  }
+  EXPECT_GT(referred.size(), 20U);
+  for (const auto& [note, name] : referred) EXPECT_EQ(titles[note], 1) << note << ", in " << name;
+  for (const auto& [note, count] : titles) EXPECT_EQ(count, 1) << note;
+}
+
 TEST(House, TheCoreThrowsByTorchampsMacrosOnly) {
   static const std::regex other(R"(\bTORCH_CHECK(_VALUE)?\(|\bfail(_value)?\(\{|\bthrow [^;])");
   for (const auto& [name, text] : headers()) {

@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // A host and a plugin with hidden visibility share one policy and one set of autocast kernels, and
-// the plugin may come and go, also if it was built against another version of torchamp. See Note
-// [One runtime per process] and .github/CONTRIBUTING.md, Two versions in one process.
+// the plugin may come and go, also if it was built against another version of torchamp. See
+// Note [One runtime per process] and .github/CONTRIBUTING.md, Two versions in one process.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
 #include <c10/util/Exception.h>

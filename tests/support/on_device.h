@@ -4,8 +4,8 @@
 #include <torchamp/grad_scaler.h>
 
 /// Puts a scaler, once its scale exists, where a fused optimizer's step on a GPU puts it: the host
-/// no longer knows the scale, and the rule runs as kernels, here on a CPU. See Note [Where the
-/// scale is known].
+/// no longer knows the scale, and the rule runs as kernels, here on a CPU. See
+/// Note [Where the scale is known].
 inline void move_to_device(torchamp::GradScaler& scaler) {
   torchamp::detail::ScalerParts::scale(scaler).leave_host();
 }

@@ -163,7 +163,7 @@ class AutocastKernel final : public c10::OperatorKernel {
   bool follows_policy(const ThreadPolicy* of_thread) const {
     if (of_thread == nullptr) return false;
     if (of_thread->in_force[device_index_] == nullptr) return false;  // a disabled region
-    // `add` may be called by autograd itself, for a sum of gradients.
+    // `add` may be called by autograd itself: see Note [Sums of gradients].
     return !adds_gradients_ || !leaves_sums_alone(*of_thread);
   }
 

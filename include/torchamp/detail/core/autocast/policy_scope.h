@@ -71,8 +71,8 @@ struct PolicyInSlot {
   std::shared_ptr<c10::ThreadLocalDebugInfo> node;
 };
 
-/// Puts a ThreadPolicy into the calling thread's slot, and takes it out again: see Note [A thread's
-/// slots].
+/// Puts a ThreadPolicy into the calling thread's slot, and takes it out again: see
+/// Note [A thread's slots].
 class PolicyScope {
  public:
   /// Null: the slot stays as it is.

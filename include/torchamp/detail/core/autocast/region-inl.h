@@ -203,7 +203,8 @@ TORCHAMP_BODY void AutocastRegion::restore() {
   if (was_outermost || dtype_changes_) at::autocast::clear_cache();
   before_.apply();
   set_cast_cache(cache_enabled_before_);
-  listeners_.end_op_rule();  // after all else: its warning may run the program's code
+  // After all else: its warning may run the program's code, which may throw.
+  listeners_.end_op_rule();
 }
 
 }  // namespace torchamp::detail

@@ -41,7 +41,7 @@ struct Divisor {
   bool may_be_infinite = false;  ///< on purpose, to make gradients of 0
   /// Whether it is not finite where a gradient is not, or is too large to be divided by the scale.
   bool shows_non_finite = false;
-  at::Tensor norm{};  ///< then shows it as well, on devices whose ops lose NaNs
+  at::Tensor norm{};  ///< then to be checked with it, on devices whose ops lose NaNs
 
   bool defined() const { return number.defined(); }
 
@@ -140,8 +140,8 @@ class DeferredClip {
 
 /// What the step of a scaler divides gradients by: the scale times what a clip has deferred.
 struct StepDivisor {
-  at::Tensor grad_scale{};  ///< the product; undefined if the gradients are unscaled
-  Divisor clip{};           ///< the clip's part; undefined if there is none, or the step multiplies
+  at::Tensor product{};  ///< undefined if the gradients are unscaled
+  Divisor clip{};        ///< the clip's part; undefined if there is none, or the step multiplies
 };
 
 /// An optimizer whose step divides by what clips have left to it, and steps weights by their
@@ -182,7 +182,7 @@ inline void keep_deferred(DeferredClip& clip, const torch::optim::Optimizer& opt
 inline at::Tensor call_scaled_step(ScaledStep& optimizer, const StepDivisor& divisor,
                                    const at::Tensor& found_inf) {
   auto* const clipping = dynamic_cast<ClippingStep*>(&optimizer);
-  if (!clipping) return optimizer.step_scaled(divisor.grad_scale, found_inf);
+  if (!clipping) return optimizer.step_scaled(divisor.product, found_inf);
   clipping->step_with_clip(divisor, found_inf);
   return {};
 }

@@ -17,8 +17,8 @@ namespace torchamp::detail {
 /// Whom to tell that weights were written to; null if nobody keeps anything of them. The function
 /// may lie in another shared library, of another version: so its address is the default value of
 /// the first argument of an op, which is found by its name. derived_weights() in
-/// extras/weights/derived.h defines that op, which stays until the process ends: see Note [Weights
-/// that are written].
+/// extras/weights/derived.h defines that op, which stays until the process ends: see
+/// Note [Weights that are written].
 inline WeightsWritten find_weights_written() {
   static const c10::OperatorName name(weights_written_op, "");
   const auto found = c10::Dispatcher::singleton().findSchema(name);

@@ -220,7 +220,7 @@ TORCHAMP_BODY at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scal
                                                      const at::Tensor& found_inf) {
   check_scalar(grad_scale, "grad_scale");
   check_scalar(found_inf, "found_inf");
-  step_and_forget_clip({.grad_scale = grad_scale}, found_inf, /*is_exact=*/false);
+  step_and_forget_clip({.product = grad_scale}, found_inf, /*is_exact=*/false);
   return {};
 }
 
@@ -266,7 +266,7 @@ TORCHAMP_BODY void FusedOptimizer::step_and_forget_clip(const detail::StepDiviso
   const detail::InternalOps internal;
   const detail::Divisor clip = deferred_clip_.pending_for_step(*this);
   const bool holds_clip = divisor.clip.defined();
-  step_fused(holds_clip ? divisor.grad_scale : clip.times(divisor.grad_scale), found_inf, is_exact);
+  step_fused(holds_clip ? divisor.product : clip.times(divisor.product), found_inf, is_exact);
   deferred_clip_.forget();
   if (!drops_gradients_) return;
   detail::any_parameter(*this, [](const at::Tensor& param) {

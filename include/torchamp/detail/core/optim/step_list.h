@@ -67,8 +67,8 @@ struct StepList : StepListHead {
 /// Kernel::step with the options of a group, for what is the same for all kernels.
 using KernelStep = c10::function_ref<void(const StepList&, const StepScalars&)>;
 
-/// How fused optimizers step weights that are not stepped as they are; see Note [Weights that carry
-/// something]. Weights with one method are in lists of their own.
+/// How fused optimizers step weights that are not stepped as they are; see
+/// Note [Weights that carry something]. Weights with one method are in lists of their own.
 class StepMethod : public AnyStepMethod {
  public:
   StepMethod() = default;

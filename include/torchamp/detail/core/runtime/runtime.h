@@ -144,7 +144,8 @@ class WeightCasts {
   /// Whether LibTorch's cache is in use as well.
   virtual bool uses_libtorch_cache() const = 0;
 
-  /// Casts, of the arguments at `positions`, those that are weights; they lie at the stack's end.
+  /// Casts, of the arguments at `positions`, those that are weights; they lie at the stack's end,
+  /// and are replaced there: the stack keeps its size, and its memory.
   virtual void cast(const c10::FunctionSchema& schema, const std::vector<std::size_t>& positions,
                     at::ScalarType dtype, at::DeviceType device,
                     torch::jit::Stack& stack) const = 0;

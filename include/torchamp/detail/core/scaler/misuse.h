@@ -35,14 +35,15 @@ namespace torchamp::detail {
 //                                a step finds as it was left, and that is later than scale(), was
 //                                clipped while scaled.
 //   backward() without scale()   an iteration has gradients but no scale(), and an earlier one had;
-//                                or none of what was scaled has run its backward, and all of it
-//                                are numbers with a graph: others may be gradients.
+//                                or it has scaled losses alone, numbers with a graph, and none of
+//                                them has run its backward. (Another tensor that was scaled may be
+//                                a gradient, which a backward takes without a word.)
 //   a clip before backward()     it leaves a note of a parameter that has no gradient.
 //   backward() after unscale_    a scaled loss looks, when its backward begins and ends, whether it
 //                                changes gradients that are unscaled.
 //   a gradient divided twice     see Note [Gradients of several optimizers].
-//   optimizer.step()             see Note [A step beside the scaler], and Note [A step that skips
-//                                nothing].
+//   optimizer.step()             see Note [A step beside the scaler] and
+//                                Note [A step that skips nothing].
 //   no zero_grad() after a skip  a scaled loss looks, when its backward begins, whether the
 //                                gradient that the last step left is as it was.
 //

@@ -140,8 +140,8 @@ class CapturedBound {
   ~CapturedBound() = default;
 };
 
-/// What a GraphBody brings, so that a scaler's state is followed through replays; see Note [What
-/// replays do to the scale].
+/// What a GraphBody brings, so that a scaler's state is followed through replays; see
+/// Note [What replays do to the scale].
 class ScaleFollower : public ReplayFollower {
  public:
   /// What `body`, which may be null, brings; null where it follows no scales.

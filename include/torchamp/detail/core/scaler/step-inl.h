@@ -162,14 +162,14 @@ inline bool divides_before_clipped_step(LossScale& scale, const Divisor& clip,
 /// The divisor, where it has to be checked: on the host product_overflows() tells.
 inline at::Tensor number_to_check(const StepDivisor& divisor) {
   const bool is_to_check = divisor.clip.defined() && !divisor.clip.may_be_infinite;
-  return is_to_check && !divisor.grad_scale.is_cpu() ? divisor.grad_scale : at::Tensor();
+  return is_to_check && !divisor.product.is_cpu() ? divisor.product : at::Tensor();
 }
 
-/// Whether the host sees by the divisor that all gradients are finite: see Note [One read for norm
-/// and check].
+/// Whether the host sees by the divisor that all gradients are finite: see
+/// Note [One read for norm and check].
 inline bool host_sees_finite(const StepDivisor& divisor) {
-  return divisor.clip.shows_non_finite && divisor.grad_scale.is_cpu() &&
-         std::isfinite(*divisor.grad_scale.const_data_ptr<float>());
+  return divisor.clip.shows_non_finite && divisor.product.is_cpu() &&
+         std::isfinite(*divisor.product.const_data_ptr<float>());
 }
 
 /// Whether the same two numbers show it on a device, where a check of them replaces that of all

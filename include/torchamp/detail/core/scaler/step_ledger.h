@@ -79,8 +79,8 @@ struct OptimizerState {
   std::shared_ptr<Shards> shards{};  ///< who must agree, where they are shards of gradients
 };
 
-/// The states of the few optimizers that one scaler serves, in order of appearance; see Note [Which
-/// optimizer it is].
+/// The states of the few optimizers that one scaler serves, in order of appearance; see
+/// Note [Which optimizer it is].
 class OptimizerStates {
  public:
   struct Entry {

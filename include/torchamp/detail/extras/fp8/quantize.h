@@ -74,8 +74,8 @@ inline at::Tensor largest_magnitude(const at::Tensor& tensor) {
 // scaled as 2^-110 and lose bits, so scales, their inverses and decoded values stay in fp32's
 // range. The host reads nothing, and nothing is kept.
 
-/// The scales for these largest magnitudes, in a format with the largest number `largest`: see Note
-/// [Scales of fp8].
+/// The scales for these largest magnitudes, in a format with the largest number `largest`: see
+/// Note [Scales of fp8].
 inline at::Tensor scale_for(const at::Tensor& magnitude, double largest) {
   // As a CPU scalar it is a kernel argument, not a copy to the device.
   at::Tensor scale = at::div(at::scalar_tensor(largest, at::kFloat), magnitude.clamp_min(0x1p-110));

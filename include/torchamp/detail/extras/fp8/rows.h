@@ -196,8 +196,8 @@ struct E2m1Blocks {
 
   static float number(Scale code) { return e4m3_numbers(all_lanes<Words>(code))[0]; }
 
-  /// At least the smallest e4m3 number. Rounded up for stochastic rounding: see Note [The mean of
-  /// random rounding].
+  /// At least the smallest e4m3 number. Rounded up for stochastic rounding: see
+  /// Note [The mean of random rounding].
   Scale scale_of(float magnitude) const {
     const float wanted = std::max(magnitude * of_matrix / 6.F, 0x1p-9F);
     const auto nearest = static_cast<Scale>(e4m3_codes(all_lanes<Floats>(wanted))[0]);

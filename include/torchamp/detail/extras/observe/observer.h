@@ -47,8 +47,8 @@ class Observer {
   virtual void end(const at::RecordFunction& call, Call& begun) = 0;
 };
 
-/// Whether the calling thread still has a list of callbacks: see Note [Callbacks at a program's
-/// end]. If it has not asked before, unknown: true.
+/// Whether the calling thread still has a list of callbacks: see
+/// Note [Callbacks at a program's end]. If it has not asked before, unknown: true.
 inline bool has_callbacks() {
   static thread_local bool gone = false;
   struct End {

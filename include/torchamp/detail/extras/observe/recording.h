@@ -235,8 +235,8 @@ class Recording : public Observer {
   virtual void end_op(const at::RecordFunction& call, Recorded& begun) = 0;
   virtual void begin_node(const at::RecordFunction&, Recorded&) {}
   virtual void end_node(Recorded&) {}
-  /// A message of an autocast kernel by the name of an empty scope within a call, see Note [A
-  /// choice is told once].
+  /// A message of an autocast kernel by the name of an empty scope within a call, see
+  /// Note [A choice is told once].
   virtual void hear(std::string_view, Recorded&) {}
 
   mutable std::mutex mutex_;  // autograd has a thread for each device

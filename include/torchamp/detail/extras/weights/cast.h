@@ -42,8 +42,8 @@ c10::IValue with_tensors_changed(const c10::IValue& value, const Function& funct
 // it is the second matrix of a product, or the vector added to one: torch::nn::Linear's weight and
 // bias.
 
-/// Whether casts of this argument, by its name in the schema, are cached: see Note [What is taken
-/// for a weight].
+/// Whether casts of this argument, by its name in the schema, are cached: see
+/// Note [What is taken for a weight].
 inline bool is_weight(const at::Tensor& tensor, std::string_view argument) {
   const at::TensorBase& owner = tensor.is_view() ? tensor._base() : tensor;
   if (!owner.is_leaf()) return false;

@@ -68,8 +68,9 @@ bool stream_is_captured(const at::Tensor& weight) {
 // Note [What tells that a weight has changed]
 // LibTorch counts writes by ops in a version counter, which a tensor shares with its views and
 // which has no identity. So a weight is identified by the tensor that owns the counter, and by its
-// memory: set_data() and Module::to() give the same tensor other memory. A stamp holds weak
-// references to both, so their addresses are not reused.
+// memory: set_data() and Module::to() give the same tensor other memory. A stamp holds a weak
+// reference to the memory, and whoever keeps a stamp holds one to the owner or the weight, so that
+// their addresses are not reused.
 //
 // Writes through pointers, through `.data()` and by replayed kernels are not counted. Their authors
 // must report them: see DerivedWeights::changed(). Nor are writes to another tensor over the same
