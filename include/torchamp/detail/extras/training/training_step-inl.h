@@ -258,9 +258,13 @@ inline void TrainingStep::warn_of_evaluation_mode() {
 }
 
 inline TrainingResult TrainingStep::learn(at::Tensor loss) {
-  TORCH_CHECK_VALUE(loss.defined() && loss.numel() == 1 && loss.requires_grad(),
-                    "TrainingStep: the function must return the loss: a scalar computed from the "
-                    "parameters, with grad mode on.");
+  constexpr const char* text =
+      "TrainingStep: the function must return the loss: a scalar computed from the parameters, "
+      "with grad mode on. ";
+  TORCH_CHECK_VALUE(loss.defined(), text, "It returned an undefined tensor.");
+  TORCH_CHECK_VALUE(loss.numel() == 1, text, "It returned a tensor of shape ", loss.sizes(),
+                    ": return its mean() or sum().");
+  TORCH_CHECK_VALUE(loss.requires_grad(), text, "It returned a tensor that requires no gradient.");
   const detail::StepLedger& ledger = detail::ScalerParts::ledger(*scaler_);
   ledger.scaled.check_not_in(loss, "TrainingStep");
   detail::check_not_scaled_within(loss, "TrainingStep", ledger.scaled, ledger.order);
