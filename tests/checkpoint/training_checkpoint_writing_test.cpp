@@ -17,6 +17,7 @@
 
 #ifdef __linux__
 #include <sys/resource.h>
+#include <sys/xattr.h>
 
 #include "support/disk_calls.h"
 #include "support/processes.h"
@@ -157,6 +158,63 @@ TEST(TrainingCheckpoint, IsWholeWheneverTheProcessIsKilled) {
     EXPECT_GT(step, latest);
     latest = step;
   }
+}
+
+constexpr const char* access_list = "system.posix_acl_access";
+
+/// An access list in the kernel's form: rights of the owner, of the user 12345, of the group, the
+/// most that the two have, and of others.
+std::string list_with_another_user() {
+  std::string list{2, 0, 0, 0};
+  const auto add = [&list](char kind, char rights, std::uint32_t user) {
+    list.append({kind, 0, rights, 0});
+    for (int byte = 0; byte < 4; ++byte, user >>= 8) list += static_cast<char>(user & 0xff);
+  };
+  constexpr std::uint32_t nobody = ~std::uint32_t{0};
+  add(1, 6, nobody);
+  add(2, 6, 12345);
+  add(4, 0, nobody);
+  add(16, 6, nobody);
+  add(32, 0, nobody);
+  return list;
+}
+
+/// The access list of a file; empty if it has none.
+std::string list_of(const fs::path& path) {
+  std::string list(1000, '\0');
+  const ssize_t size = getxattr(path.c_str(), access_list, list.data(), list.size());
+  list.resize(size < 0 ? 0 : static_cast<std::size_t>(size));
+  return list;
+}
+
+TEST(TrainingCheckpoint, KeepsTheAccessListOfTheFile) {
+  const TemporaryFolder folder;
+  const fs::path path = folder / "run.pt";
+  Numbered numbered(path);
+  numbered.save(1);
+  const std::string list = list_with_another_user();
+  if (setxattr(path.c_str(), access_list, list.data(), list.size(), 0) != 0) {
+    GTEST_SKIP() << "the file system has no access lists";
+  }
+  numbered.save(2);
+  EXPECT_EQ(list_of(path), list) << "the group has no rights, though the mode's bits show 6";
+  EXPECT_EQ(numbered.load(), 2);
+}
+
+TEST(TrainingCheckpoint, GivesNobodyTheRightsThatANewFileHasFromTheFolder) {
+  const TemporaryFolder folder;
+  const fs::path path = folder / "run.pt";
+  Numbered numbered(path);
+  numbered.save(1);
+  fs::permissions(path, fs::perms(0660));
+  const std::string list = list_with_another_user();
+  if (setxattr(path.parent_path().c_str(), "system.posix_acl_default", list.data(), list.size(),
+               0) != 0) {
+    GTEST_SKIP() << "the file system has no access lists";
+  }
+  numbered.save(2);
+  EXPECT_EQ(list_of(path), "");
+  EXPECT_EQ(fs::status(path).permissions(), fs::perms(0660));
 }
 
 TEST(TrainingCheckpoint, LeavesTheOldFileAndNothingElseOnAFullDisk) {

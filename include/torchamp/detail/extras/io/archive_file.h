@@ -102,11 +102,13 @@ class AtomicFile {
   void remove_leftovers() const {
     const std::string prefix = path_.filename().string() + marker;
     std::error_code error;
-    for (const auto& entry : std::filesystem::directory_iterator(folder(), error)) {
-      const std::string name = entry.path().filename().string();
+    std::filesystem::directory_iterator entry(folder(), error);
+    // Not a range-based loop, whose next entry throws: the new file is there already.
+    for (; !error && entry != std::filesystem::directory_iterator(); entry.increment(error)) {
+      const std::string name = entry->path().filename().string();
       if (!name.starts_with(prefix) || name.size() == prefix.size()) continue;
       if (name.find_first_not_of("0123456789", prefix.size()) != std::string::npos) continue;
-      OpenFile::remove_if_left(entry.path());
+      OpenFile::remove_if_left(entry->path());
     }
   }
 

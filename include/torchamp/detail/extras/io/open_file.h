@@ -10,6 +10,9 @@
 #include <fcntl.h>
 #include <sys/file.h>
 #include <sys/stat.h>
+#ifdef __linux__
+#include <sys/xattr.h>
+#endif
 #include <unistd.h>
 
 #include <cerrno>
@@ -20,6 +23,7 @@
 #include <cstdint>
 #include <filesystem>
 #include <optional>
+#include <string>
 #include <system_error>
 #include <utility>
 
@@ -154,12 +158,27 @@ inline std::error_code last_error() {
   return {errno, std::generic_category()};
 }
 
+#ifdef __linux__
+inline constexpr const char* access_list_name = "system.posix_acl_access";
+#endif
+
 /// What was at a path before its file is replaced.
 struct ReplacedFile {
   explicit ReplacedFile(const std::filesystem::path& path)
-      : exists(::stat(path.c_str(), &status) == 0), is_file(exists && S_ISREG(status.st_mode)) {}
+      : exists(::stat(path.c_str(), &status) == 0), is_file(exists && S_ISREG(status.st_mode)) {
+#ifdef __linux__
+    const ssize_t size = ::getxattr(path.c_str(), access_list_name, nullptr, 0);
+    if (size <= 0) return;
+    access_list.resize(static_cast<std::size_t>(size));
+    if (::getxattr(path.c_str(), access_list_name, access_list.data(), access_list.size()) !=
+        size) {
+      access_list.assign(1, '\0');  // no list that a file takes
+    }
+#endif
+  }
   struct stat status {};
   bool exists, is_file;
+  std::string access_list{};  ///< of POSIX, in the kernel's form; empty if the mode says all
 };
 
 class OpenFile {
@@ -233,14 +252,27 @@ class OpenFile {
   /// Gives it the mode and the owner of the file that it replaces. Nobody may get more rights to
   /// the new file than to the old one, so its mode is set last. The system may not permit keeping
   /// the owner or the group: then the group's members become others, and members of the new group
-  /// replace them, so both get only the common rights.
+  /// replace them, so both get only the common rights. With an access list the mode's bits of the
+  /// group are no rights of the group but the most that the list gives: without that list, only
+  /// the owner gets rights.
   void take_access(const ReplacedFile& replaced) const {
     mode_t mode = replaced.status.st_mode & 0777;
     [[maybe_unused]] const int owner = ::fchown(number_, replaced.status.st_uid, gid_t(-1));
-    if (::fchown(number_, uid_t(-1), replaced.status.st_gid) != 0) {
+    const bool has_group = ::fchown(number_, uid_t(-1), replaced.status.st_gid) == 0;
+    if (!has_group) {
       const auto both = static_cast<mode_t>((mode >> 3) & mode & 7);
       mode = static_cast<mode_t>((mode & 0700) | (both << 3) | both);
     }
+#ifdef __linux__
+    const std::string& list = replaced.access_list;
+    if (list.empty()) {
+      (void)::fremovexattr(number_, access_list_name);  // which the folder has given it
+    } else if (!has_group ||
+               ::fsetxattr(number_, access_list_name, list.data(), list.size(), 0) != 0) {
+      (void)::fremovexattr(number_, access_list_name);
+      mode &= 0700;
+    }
+#endif
     (void)::fchmod(number_, mode);
   }
 
@@ -254,7 +286,9 @@ class OpenFile {
     if (folder.is_open()) (void)::fsync(folder.number_);
   }
 
-  static void remove(const std::filesystem::path& path) { ::unlink(path.c_str()); }
+  static void remove(const std::filesystem::path& path) {
+    ::unlink(path.c_str());
+  }
 
   /// Removes what a killed process has left: a file that nobody has locked.
   static void remove_if_left(const std::filesystem::path& path) {
