@@ -170,8 +170,9 @@ class MasterWeights final : public detail::MastersOfModel {
  public:
   /// Casts the parameters of `model`, in place. Errors, before anything is changed: a dtype other
   /// than fp16 and bf16, or than bf16 for MasterStorage::split; a name in keep_fp32 that the model
-  /// does not have; a trained parameter that is a result of expand(); a parameter with a master in
-  /// other MasterWeights or ShardedMasterWeights that still exist. If memory runs out, the model is
+  /// does not have; a trained parameter that is a result of expand(); two parameters in the same
+  /// memory (one parameter in several places is not an error); a parameter with a master in other
+  /// MasterWeights or ShardedMasterWeights that still exist. If memory runs out, the model is
   /// unchanged: until the constructor returns, the weights exist before and after the cast (for
   /// split ones of an fp32 model, 8 bytes per weight).
   explicit MasterWeights(std::shared_ptr<torch::nn::Module> model,
@@ -210,8 +211,9 @@ class MasterWeights final : public detail::MastersOfModel {
   /// After the optimizer's step, taken or skipped: copies the masters to the model, rounded to 16
   /// bits. One pass over all parameters per device; not needed for split masters. An error, before
   /// anything is changed, if full masters are unchanged since the last call, no gradients were
-  /// taken since, and the model has some: take_gradients() was forgotten. Warns once if the model's
-  /// weights were written to since the last call: those values are lost.
+  /// taken since, and the model has some: take_gradients() was forgotten. What was written to the
+  /// model's weights since the last call is lost, with one warning, except where a weight was
+  /// written to twice, as by a program that tries averages and puts the weights back.
   inline void copy_to_model() override;
 
   /// For torch::save(masters, path): writes what torch::save(model, path) writes, with the masters'
@@ -223,9 +225,10 @@ class MasterWeights final : public detail::MastersOfModel {
   using MastersOfModel::save;
 
   /// For torch::load(masters, path): fills masters and model, in place, from a file of save(), or
-  /// of torch::save of such a model, in any dtype. All or nothing. Errors include a file with more
-  /// weights than the model, and a buffer or frozen weight whose elements share memory. Until it
-  /// returns, a copy of the weights is on the host, for which it synchronises.
+  /// of torch::save of such a model, in any floating-point dtype. All or nothing. Errors include a
+  /// file with more weights than the model, one with complex numbers for real weights or fractions
+  /// for integers, and a buffer or frozen weight whose elements share memory. Until it returns, a
+  /// copy of the weights is on the host, for which it synchronises.
   inline void load(torch::serialize::InputArchive& archive) override;
 
   /// For TrainingCheckpoint: returns a function that restores the present weights from a copy on

@@ -444,7 +444,7 @@ TEST(House, HasNoMoreCodeThanOneCanKnow) {
   for (const auto& [name, text] : headers()) all.insert(name);
   const std::size_t code = lines_of_code(all);
   std::cout << "include/ has " << code << " lines of code, " << lines_of(all) << " lines in all\n";
-  EXPECT_LE(code, 21800U);
+  EXPECT_LE(code, 22000U);
 }
 
 // A reader looks for a Note by its title, so a title stands in one line, once as a title.

@@ -327,6 +327,29 @@ TEST(MasterWeights, RefuseAWeightOfWhichManyElementsAreOne) {
   EXPECT_EQ(net->weight.scalar_type(), at::kBFloat16);
 }
 
+TEST(MasterWeights, RefuseTwoParametersInTheSameMemory) {
+  for (const auto storage : {torchamp::MasterStorage::full, torchamp::MasterStorage::split}) {
+    torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
+    const auto parameters = net->parameters();
+    const Tensor flat = at::ones({12});
+    for (std::size_t i = 0; i < 4; ++i) {  // beside each other in one piece of memory
+      const auto begin = static_cast<int64_t>(i / 2 * 6 + i % 2 * 4);
+      parameters[i].set_data(
+          flat.narrow(0, begin, parameters[i].numel()).view(parameters[i].sizes()));
+    }
+    const MasterWeights apart(net, {.dtype = at::kBFloat16, .storage = storage});
+
+    torch::nn::Sequential tied(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
+    const auto weights = tied->parameters();
+    weights[2].set_data(weights[0]);
+    EXPECT_ERROR(MasterWeights(tied, {.dtype = at::kBFloat16, .storage = storage}),
+                 "MasterWeights: the parameters '0.weight' and '1.weight' are two tensors in the "
+                 "same memory, which the cast would part. Use one tensor in both places");
+    EXPECT_TRUE(weights[2].is_alias_of(weights[0])) << "as it was";
+    EXPECT_EQ(weights[1].scalar_type(), at::kFloat);
+  }
+}
+
 TEST(MasterWeights, RefuseAModelWhoseMastersOthersKeep) {
   for (const auto storage : {torchamp::MasterStorage::full, torchamp::MasterStorage::split}) {
     for (const bool main_gradients : {false, true}) {

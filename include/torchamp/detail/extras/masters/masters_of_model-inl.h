@@ -80,6 +80,34 @@ inline void check_may_be_master(const char* owner, const std::string& name,
               "one. Make the MasterWeights without main_gradients.");
 }
 
+/// Throws if two of these weights that are to be cast have the same memory: each would get its own.
+template <class Weights>
+void check_apart(const char* owner, const Weights& weights) {
+  struct Range {
+    const char* begin;
+    const char* end;
+    const std::string* name;
+  };
+  std::vector<Range> ranges;
+  for (const auto& weight : weights) {
+    const at::Tensor& parameter = weight.parameter;
+    const bool is_one_range = parameter.layout() == at::kStrided && parameter.has_storage() &&
+                              parameter.is_non_overlapping_and_dense();
+    if (!weight.is_narrow || !is_one_range || parameter.numel() == 0) continue;
+    const auto* const begin = static_cast<const char*>(parameter.const_data_ptr());
+    if (begin != nullptr) ranges.push_back({begin, begin + parameter.nbytes(), &weight.name});
+  }
+  std::ranges::stable_sort(ranges, {}, &Range::begin);
+  for (std::size_t i = 1; i < ranges.size(); ++i) {
+    const Range &one = ranges[i - 1], &other = ranges[i];
+    TORCH_CHECK(
+        other.begin >= one.end, owner, ": the parameters '", *one.name, "' and '", *other.name,
+        "' are two tensors in the same memory, which the cast would part. Use one tensor in "
+        "both places (decoder->weight = encoder->weight), or give each its own memory: "
+        "parameter.set_data(parameter.clone()).");
+  }
+}
+
 template <class Options>
 void MastersOfModel::list_weights(const Options& options, bool main_gradients) {
   check_narrow_dtype(owner_, options.dtype, options.storage);
@@ -92,6 +120,7 @@ void MastersOfModel::list_weights(const Options& options, bool main_gradients) {
                            !kept.contains(parameter.unsafeGetTensorImpl());
     weights_.push_back({std::move(name), std::move(parameter), is_narrow});
   }
+  check_apart(owner_, weights_);
 }
 
 inline auto MastersOfModel::weight_of(const at::Tensor& parameter) const -> const Weight* {
