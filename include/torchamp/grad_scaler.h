@@ -237,7 +237,8 @@ class GradScaler {
   GradScalerState state_dict() const;
 
   /// Loads all of `state`, or nothing if a value is out of range or the state is empty. State of
-  /// the update beyond torch.amp's is reset. Does nothing if disabled.
+  /// the update beyond torch.amp's is reset. Does nothing if disabled. Call it between iterations:
+  /// gradients that are there were scaled by the old scale, and step() divides by the new one.
   void load_state_dict(const GradScalerState& state);
 
   /// For torch::save(scaler, path): writes the state, and the update's state beyond torch.amp's.

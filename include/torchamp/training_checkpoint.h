@@ -101,7 +101,13 @@ class TrainingCheckpoint {
   /// what it was at save(). A number must fit its type; a float may be rounded. If the file has
   /// tensors of a device that this machine lacks (cuda:1 with one GPU), all are read into host
   /// memory: tensors that are filled, and states of optimizers, then move to their devices; what
-  /// else an object's own load() reads stays on the host.
+  /// else an object's own load() reads stays on the host. An optimizer's state in another
+  /// floating-point dtype is cast to its parameters', as in Python.
+  ///
+  /// May be called within an iteration, after an exception, say: the scalers then forget what they
+  /// have recorded about the added optimizers, as by discard(). Clear the gradients, which are of
+  /// the weights before. An error within a window of an Accumulation or a SafeAccumulation. Within
+  /// a region, later ops use the new weights.
   ///
   /// A file that is damaged or does not fit the added objects is an error and changes nothing: a
   /// model may not have more weights in the file than here, but whole objects in the file that were
@@ -135,8 +141,8 @@ class TrainingCheckpoint {
     std::string name;
     std::function<void(torch::serialize::OutputArchive&)> save;
     std::function<void(torch::serialize::InputArchive&, int64_t version)> load;
-    /// For values, MasterWeights and shards: returns a function that restores the present value.
-    /// Empty if save()'s data suffice.
+    /// For values, GradScalers, MasterWeights and shards: returns a function that restores the
+    /// present value. Empty if save()'s data suffice.
     std::function<std::function<void()>()> keep = {};
     /// In that case: returns a function that restores all present tensors, without device memory.
     /// For loads that ran out of it.
@@ -145,6 +151,9 @@ class TrainingCheckpoint {
     std::function<void()> gather = {};
     /// The learning rates of an optimizer, and those that a StepLR has set in its own.
     std::function<std::vector<double>()> rates = {}, scheduled_rates = {};
+    /// Of an optimizer: makes a scaler forget what it has recorded about it in this iteration.
+    std::function<void(GradScaler&)> discard = {};
+    GradScaler* scaler = nullptr;  ///< the object, if it is one
     /// The program's own type, with unknown contents.
     bool is_own = false;
     bool is_local = false;
@@ -164,6 +173,7 @@ class TrainingCheckpoint {
   static void load_entry(const Entry& entry, torch::serialize::InputArchive& archive,
                          int64_t version, Undo& undo);
   bool load_parts(std::optional<int64_t> rank, int64_t processes);
+  void begin_iterations() const;
   bool has(std::string_view name) const;
   void check_entries_of_step(torch::serialize::InputArchive& shared) const;
 
@@ -223,6 +233,10 @@ void TrainingCheckpoint::add_to(std::string name, T& object, bool is_local) {
     } else {
       entry.load = [&object](InputArchive& archive, int64_t) { object.load(archive); };
       entry.is_own = detail::may_hold_optimizer<T>;
+    }
+    if constexpr (std::is_same_v<T, GradScaler>) {
+      entry.scaler = &object;
+      entry.keep = [&object] { return detail::keep_scaler(object); };
     }
     if constexpr (std::derived_from<T, detail::Masters>) {
       entry.keep = [&object] { return object.keep(); };

@@ -9,12 +9,14 @@
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/sgd.h>
 
+#include <cstdint>
 #include <initializer_list>
 #include <string>
 #include <vector>
 
 #include "support/expect_error.h"
 #include "support/temporary_folder.h"
+#include "torchamp/master_weights.h"
 #include "torchamp/optim.h"
 #include "torchamp/training_checkpoint.h"
 
@@ -164,6 +166,50 @@ TEST(TrainingCheckpointValues, RefusesOptimizerStateOfAnotherShape) {
   checkpoint.add("optimizer", optimizer);
   EXPECT_ERROR((void)checkpoint.load(), "state of shape [2, 3] for parameter 0, which is [2, 7]");
   EXPECT_TRUE(optimizer.state().empty());
+}
+
+TEST(TrainingCheckpointValues, CastsAnOptimizersStateToItsParametersDtype) {
+  const TemporaryFolder folder;
+  const Tensor x = at::ones({1, 3});
+  torch::nn::Linear narrow(3, 2), wide(3, 2);
+  narrow->to(at::kBFloat16);
+  torch::optim::AdamW saved(narrow->parameters());
+  narrow->forward(x.to(at::kBFloat16)).sum().backward();
+  saved.step();
+  TrainingCheckpoint(folder / "run.pt").add("net", narrow).add("optimizer", saved).save();
+
+  torchamp::MasterWeights masters(wide, {.dtype = at::kBFloat16});
+  torch::optim::AdamW optimizer(masters.parameters());
+  EXPECT_TRUE(
+      TrainingCheckpoint(folder / "run.pt").add("net", masters).add("optimizer", optimizer).load());
+  const auto moment = [](torch::optim::AdamW& of, const Tensor& parameter) {
+    auto& state = *of.state().at(parameter.unsafeGetTensorImpl());
+    return static_cast<torch::optim::AdamWParamState&>(state).exp_avg();
+  };
+  const Tensor before = moment(saved, narrow->weight);
+  const Tensor after = moment(optimizer, masters.parameters()[0]);
+  EXPECT_EQ(before.scalar_type(), at::kBFloat16);
+  EXPECT_EQ(after.scalar_type(), at::kFloat) << "moments of 16 bits lose small gradients";
+  EXPECT_TRUE(at::equal(after, before.to(at::kFloat)));
+}
+
+TEST(TrainingCheckpointValues, RefusesAnLbfgsOfParametersOfOtherSizes) {
+  const TemporaryFolder folder;
+  torch::nn::Linear small(3, 2), large(5, 2);
+  torch::optim::LBFGS saved(small->parameters()), other(large->parameters());
+  const auto step = [](torch::nn::Linear& net, torch::optim::LBFGS& optimizer, int64_t width) {
+    optimizer.step([&] {
+      optimizer.zero_grad();
+      const Tensor loss = net->forward(at::ones({1, width})).pow(2).sum();
+      loss.backward();
+      return loss;
+    });
+  };
+  step(small, saved, 3);
+  TrainingCheckpoint(folder / "run.pt").add("optimizer", saved).save();
+  EXPECT_ERROR((void)TrainingCheckpoint(folder / "run.pt").add("optimizer", other).load(),
+               "it holds state of 8 elements, and the parameters have 12 in the program");
+  step(large, other, 5);
 }
 
 }  // namespace

@@ -3,7 +3,9 @@
 #include "torchamp/master_weights.h"
 
 #include <ATen/ATen.h>
+#include <c10/util/complex.h>
 #include <gtest/gtest.h>
+#include <torch/nn/module.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/serialize.h>
 
@@ -100,6 +102,31 @@ TEST(MasterWeights, RefuseAFileThatHoldsMoreWeightsThanTheModel) {
   EXPECT_ERROR(torch::load(masters, file),
                "MasterWeights::load: the archive has entries that the program's model lacks: bias");
   EXPECT_TRUE(at::equal(masters.parameters()[0], values[0]));
+}
+
+/// One tensor of any dtype.
+struct OneTensor : torch::nn::Module {
+  explicit OneTensor(const Tensor& value)
+      : tensor(register_parameter("tensor", value, value.is_floating_point())) {}
+  Tensor tensor;
+};
+
+TEST(MasterWeights, RefuseAFileOfNumbersThatTheModelCannotHold) {
+  const auto real = std::make_shared<OneTensor>(at::ones({2}));
+  const auto whole = std::make_shared<OneTensor>(at::ones({2}, at::kLong));
+  const auto complex =
+      std::make_shared<OneTensor>(at::full({2}, c10::complex<float>(2.F, 3.F), at::kComplexFloat));
+  const auto half = std::make_shared<OneTensor>(at::full({2}, 1.5));
+  std::stringstream of_complex, of_half;
+  torch::save(complex, of_complex);
+  torch::save(half, of_half);
+  MasterWeights masters(real, {.dtype = at::kBFloat16}), of_whole(whole, {.dtype = at::kBFloat16});
+  EXPECT_ERROR(torch::load(masters, of_complex), "'tensor' is c10::complex<float> in the archive");
+  EXPECT_ERROR(torch::load(of_whole, of_half),
+               "MasterWeights::load: 'tensor' is float in the archive and long int in the model, "
+               "which cannot hold such numbers.");
+  EXPECT_TRUE(at::equal(masters.parameters()[0], at::ones({2})));
+  EXPECT_TRUE(at::equal(whole->tensor, at::ones({2}, at::kLong)));
 }
 
 TEST(MasterWeights, StayAsTheyWereWhenLoadingFails) {

@@ -2,9 +2,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
 #include <ATen/core/ivalue.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full_like.h>
+#include <c10/core/InferenceMode.h>
+#include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
 #include <c10/util/Exception.h>
 #include <c10/util/ScopeExit.h>
@@ -33,6 +36,7 @@
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
+#include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/optim/state_tensors.h"
 #include "torchamp/detail/extras/io/archive_file.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
@@ -120,8 +124,8 @@ std::vector<std::string> read_module(const torch::nn::Module& module,
 }
 
 /// Each parameter and buffer of `module`, with its value in the archive. Throws for one that is
-/// missing, has another shape or cannot be filled, and if the archive has more. For load() of
-/// `masters`, a class that saves a model.
+/// missing, has another shape or kind of dtype or cannot be filled, and if the archive has more.
+/// For load() of `masters`, a class that saves a model.
 inline std::vector<std::pair<at::Tensor, at::Tensor>> read_all(
     const torch::nn::Module& module, torch::serialize::InputArchive& archive,
     const std::string& masters) {
@@ -134,6 +138,9 @@ inline std::vector<std::pair<at::Tensor, at::Tensor>> read_all(
         TORCH_CHECK(from.defined(), place, "the archive has no '", name, "'", remedy);
         TORCH_CHECK(from.sizes() == to.sizes(), place, "'", name, "' is ", from.sizes(),
                     " in the archive and ", to.sizes(), " in the model", remedy);
+        TORCH_CHECK(!to.defined() || c10::canCast(from.scalar_type(), to.scalar_type()), place, "'",
+                    name, "' is ", from.dtype(), " in the archive and ", to.dtype(),
+                    " in the model, which cannot hold such numbers", remedy);
         TORCH_CHECK(!to.defined() || !repeats_elements(to), place, "several elements of '", name,
                     "' (sizes ", to.sizes(), ", strides ", to.strides(),
                     ") share memory, as after expand(), so a file cannot fill it. Give it "
@@ -245,8 +252,43 @@ inline void check_archive_fits(const torch::optim::Optimizer& optimizer,
               "optimizer: it then starts without state.");
 }
 
-/// LibTorch loads state of any shape, with which the next step fails, and leaves it on the
-/// archive's device.
+/// `tensor`, or, if it was read in inference mode, a copy that may be written to outside of it.
+inline at::Tensor writable(const at::Tensor& tensor) {
+  if (!tensor.is_inference()) return tensor;
+  const c10::InferenceMode no_inference(false);
+  const at::NoGradGuard no_grad;
+  return tensor.clone();
+}
+
+/// An optimizer's state as its next step needs it: on the parameter's device, and in the dtype in
+/// which that is stepped.
+inline at::Tensor fitted_state(const at::Tensor& state, const at::Tensor& parameter) {
+  const at::ScalarType dtype = step_dtype(parameter);
+  const bool casts = state.is_floating_point() && c10::isFloatingType(dtype);
+  return writable(state.to(parameter.device(), casts ? dtype : state.scalar_type()));
+}
+
+/// State of an LBFGS, which is that of all parameters together.
+inline void fit_lbfgs_state(torch::optim::LBFGSParamState& state,
+                            const std::vector<at::Tensor>& parameters) {
+  int64_t elements = 0;
+  for (const at::Tensor& parameter : parameters) elements += parameter.numel();
+  const auto fit = [&](at::Tensor& tensor, bool of_each_element) {
+    if (!tensor.defined()) return;
+    TORCH_CHECK(!of_each_element || tensor.numel() == elements, "it holds state of ",
+                tensor.numel(), " elements, and the parameters have ", elements, " in the program");
+    tensor = fitted_state(tensor, parameters.front());
+  };
+  for (at::Tensor& tensor : state.old_dirs()) fit(tensor, true);
+  for (at::Tensor& tensor : state.old_stps()) fit(tensor, true);
+  for (at::Tensor& tensor : state.ro()) fit(tensor, false);
+  fit(state.d(), true);
+  fit(state.prev_flat_grad(), true);
+  fit(state.H_diag(), false);
+}
+
+/// LibTorch loads state of any shape, with which the next step fails, and leaves it in the
+/// archive's dtype and on its device.
 inline void fit_state(torch::optim::Optimizer& optimizer) {
   const std::vector<at::Tensor> parameters = all_parameters(optimizer);
   for (const at::Tensor& parameter : parameters) {
@@ -256,16 +298,10 @@ inline void fit_state(torch::optim::Optimizer& optimizer) {
       TORCH_CHECK(tensor.sizes() == parameter.sizes(), "it holds state of shape ", tensor.sizes(),
                   " for parameter ", &parameter - parameters.data(), ", which is ",
                   parameter.sizes(), " in the program");
-      tensor = tensor.to(parameter.device());
+      tensor = fitted_state(tensor, parameter);
     });
     auto* const state = dynamic_cast<torch::optim::LBFGSParamState*>(found->second.get());
-    if (!state) continue;
-    for (auto* const tensors : {&state->old_dirs(), &state->old_stps(), &state->ro()}) {
-      for (at::Tensor& tensor : *tensors) tensor = tensor.to(parameter.device());
-    }
-    for (at::Tensor* const tensor : {&state->d(), &state->H_diag(), &state->prev_flat_grad()}) {
-      if (tensor->defined()) *tensor = tensor->to(parameter.device());
-    }
+    if (state) fit_lbfgs_state(*state, parameters);
   }
 }
 

@@ -24,7 +24,12 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/scaler/loss_scale.h"
+#include "torchamp/detail/core/scaler/scale_rule.h"
+#include "torchamp/detail/core/scaler/step_ledger.h"
+#include "torchamp/detail/extras/io/archives.h"
 #include "torchamp/detail/extras/shared/kept_tensors.h"
+#include "torchamp/grad_scaler.h"
 
 namespace torchamp::detail {
 
@@ -153,7 +158,7 @@ void from_ivalue(const c10::IValue& value, T& to, int64_t version) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
     check_kind(value.isNone() || value.isTensor(), value, "a tensor");
     if (value.isNone() || !to.defined()) {
-      to = value.isNone() ? at::Tensor() : value.toTensor();
+      to = value.isNone() ? at::Tensor() : writable(value.toTensor());
       return;
     }
     const at::Tensor& from = value.toTensor();
@@ -239,6 +244,23 @@ class WeightsInPlace {
   };
   std::vector<Weight> weights_;
 };
+
+/// Returns a function that restores a scaler's present state, also within an iteration. An error
+/// within a window of accumulation, whose gradients would be of other weights than the next ones.
+inline std::function<void()> keep_scaler(GradScaler& scaler) {
+  if (!scaler.is_enabled()) return [] {};
+  for (const auto& weak : ScalerParts::ledger(scaler).windows) {
+    const auto window = weak.lock();
+    TORCH_CHECK(!window || window->pending == 0,
+                "a window of gradient accumulation is open. First end it: Accumulation::flush() or "
+                "SafeAccumulation::step() steps with it, discard() drops it.");
+  }
+  const LossScale& scale = ScalerParts::scale(scaler);
+  const ScaleMemory<double> values = scale.read();
+  return [&scaler, values, state = scale.state_of(values)] {
+    restore_scaler(scaler, "TrainingCheckpoint::load", state, values);
+  };
+}
 
 /// Returns a function that restores a module's tensors from copies on the host.
 inline std::function<void()> hold_module(const torch::nn::Module& module) {

@@ -14,8 +14,10 @@
 #include <set>
 #include <system_error>
 
+#include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/extras/io/archive_file.h"
 #include "torchamp/detail/extras/shared/rng_state.h"
+#include "torchamp/grad_scaler.h"
 #include "torchamp/training_checkpoint.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -89,6 +91,7 @@ inline void TrainingCheckpoint::fill(Entry& entry, torch::optim::Optimizer& opti
   };
   entry.hold = [&optimizer] { return detail::hold_optimizer(optimizer); };
   entry.rates = [&optimizer] { return detail::rates_of(optimizer); };
+  entry.discard = [&optimizer](GradScaler& scaler) { scaler.discard(optimizer); };
 }
 
 inline void TrainingCheckpoint::add_entry(Entry entry) {
@@ -310,6 +313,16 @@ inline RngState open_local_part(CheckpointFile& from, int64_t rank, int64_t proc
 
 }  // namespace detail
 
+/// What scalers have recorded in this iteration is of gradients of the weights before.
+inline void TrainingCheckpoint::begin_iterations() const {
+  for (const Entry& of_scaler : entries_) {
+    if (of_scaler.scaler == nullptr) continue;
+    for (const Entry& entry : entries_) {
+      if (entry.discard) entry.discard(*of_scaler.scaler);
+    }
+  }
+}
+
 /// With the local part of process `rank`, if it is given.
 inline bool TrainingCheckpoint::load_parts(std::optional<int64_t> rank, int64_t processes) {
   check_schedulers("TrainingCheckpoint::load");
@@ -326,6 +339,7 @@ inline bool TrainingCheckpoint::load_parts(std::optional<int64_t> rank, int64_t 
   });
 
   Undo undo;
+  const detail::DropWeightCasts drop_weight_casts;
   const auto random_before = detail::RngState::now();
   try {
     read(opened.shared, /*local=*/false, opened.version, undo);
@@ -343,6 +357,7 @@ inline bool TrainingCheckpoint::load_parts(std::optional<int64_t> rank, int64_t 
     random_before.apply();
     throw;
   }
+  begin_iterations();
   file_id_ = opened.id;
   return true;
 }
