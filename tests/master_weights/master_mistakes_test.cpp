@@ -12,6 +12,7 @@
 
 #include <sstream>
 #include <string>
+#include <thread>
 
 #include "support/expect_error.h"
 #include "support/master_nets.h"
@@ -132,6 +133,27 @@ TEST_P(MasterMistakes, GradientsThatAreTakenAfterUnscaleIntoOnesThatWereThereAre
   scaler.unscale_(*optimizer);
   backward();
   masters.take_gradients();
+  EXPECT_ERROR(scaler.step(*optimizer), "gradients came after unscale_");
+  masters.zero_grad();
+  scaler.discard(*optimizer);
+  iterate();
+}
+
+TEST_P(MasterMistakes, GradientsThatAreTakenAfterUnscaleAreAnErrorWhicheverThreadTakesThem) {
+  const auto on_another_thread = [](const auto& call) { std::thread(call).join(); };
+  backward();
+  masters.take_gradients();
+  on_another_thread([&] { scaler.unscale_(*optimizer); });
+  EXPECT_TRUE(scaler.step(*optimizer).stepped()) << "which were taken before";
+  scaler.update();
+  masters.copy_to_model();
+
+  masters.zero_grad();
+  backward();
+  masters.take_gradients();
+  scaler.unscale_(*optimizer);
+  backward();
+  on_another_thread([&] { masters.take_gradients(); });
   EXPECT_ERROR(scaler.step(*optimizer), "gradients came after unscale_");
   masters.zero_grad();
   scaler.discard(*optimizer);

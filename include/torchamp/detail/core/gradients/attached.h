@@ -8,6 +8,7 @@
 #include <c10/util/FunctionRef.h>
 #include <torch/optim/optimizer.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -107,9 +108,10 @@ inline std::size_t count_gradients(const torch::optim::Optimizer& optimizer) {
   return count;
 }
 
-/// How often this thread has moved gradients to master weights.
-inline uint64_t& gradients_moved() {
-  static thread_local uint64_t times = 0;
+/// How often gradients were moved to master weights, by any thread: an iteration's calls may come
+/// from several, one after the other.
+inline std::atomic<uint64_t>& gradients_moved() {
+  static std::atomic<uint64_t> times = 0;
   return times;
 }
 /// Whether masters that `optimizer` steps were given gradients after the first `times` of these.

@@ -46,16 +46,15 @@ TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
 /// by MasterWeights::give_to_optimizer, which writes WeightMeta::moved.
 inline bool any_came_later(const torch::optim::Optimizer& optimizer, const OptimizerState& state,
                            bool moved) {
-  if (moved && any_moved_after(optimizer, state.moved)) return true;
+  if (moved) return true;
   // Others beside those that were there are the program's own, zeros for a parameter, say.
-  const bool may_be_own = state.had_gradients && !moved;
-  return !may_be_own && count_gradients(optimizer) > state.gradients;
+  return !state.had_gradients && count_gradients(optimizer) > state.gradients;
 }
 
 /// Throws unless what unscale_ has divided and checked is what there is.
 inline void check_complete(const torch::optim::Optimizer& optimizer, const OptimizerState& state,
                            const StepOrder& order) {
-  const bool moved = state.moved != gradients_moved();
+  const bool moved = state.moved != gradients_moved() && any_moved_after(optimizer, state.moved);
   TORCHAMP_CHECK(
       !any_came_later(optimizer, state, moved),
       "GradScaler::step: gradients came after unscale_, so they were neither unscaled nor checked. "
