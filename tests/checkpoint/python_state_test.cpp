@@ -259,6 +259,13 @@ TEST(GradScalerFile, SaysSoWhereWritingFails) {
   }
 }
 
+TEST(GradScalerFile, SaysThatTheStreamHasNoFile) {
+  const TemporaryFolder folder;
+  std::ifstream none(folder / "none.pt", std::ios::binary);
+  EXPECT_ERROR(torchamp::load_python_state(none),
+               "torchamp::load_python_state: the stream has failed; its file may not be there.");
+}
+
 TEST(GradScalerFile, SaysSoWhereTheStreamsFailuresAreExceptions) {
   struct Throwing : std::streambuf {
     std::streamsize xsputn(const char*, std::streamsize) override {

@@ -1,6 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What a TrainingCheckpoint fills, in place and without narrowing, and what it refuses to name.
 #include <ATen/ATen.h>
+#include <ATen/Context.h>
+#include <c10/util/ScopeExit.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/batchnorm.h>
 #include <torch/optim/sgd.h>
@@ -151,6 +153,16 @@ TEST(TrainingCheckpointValues, KeepsEveryNumberOfEveryType) {
   EXPECT_TRUE(std::isnan(through<float>(std::numeric_limits<double>::quiet_NaN())));
   EXPECT_EQ(through<float>(-std::numeric_limits<double>::infinity()),
             -std::numeric_limits<float>::infinity());
+}
+
+TEST(TrainingCheckpointValues, LoadsASmallNumberWhereTheThreadFlushesDenormals) {
+  const TemporaryFolder folder;
+  float small = 1e-40F;
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("small", small).save();
+  if (!at::globalContext().setFlushDenormal(true)) GTEST_SKIP() << "this CPU flushes none";
+  const auto as_before = c10::make_scope_exit([] { at::globalContext().setFlushDenormal(false); });
+  EXPECT_TRUE(checkpoint.load());
 }
 
 TEST(TrainingCheckpointValues, RefusesANumberThatItsTypeCannotHold) {

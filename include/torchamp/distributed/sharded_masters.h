@@ -99,7 +99,8 @@ struct ShardedMasterWeightsOptions {
 class ShardedMasterWeights final : public detail::MastersOfModel {
  public:
   /// Casts the parameters of `model`, in place, and creates this process's shards of their masters.
-  /// Errors, before anything is changed: those of MasterWeights; a reduce_dtype that is not fp32,
+  /// Errors, before anything is changed: those of MasterWeights; a trained parameter that is not
+  /// fp32, fp16 or bf16, or a 16-bit one that is to stay fp32; a reduce_dtype that is not fp32,
   /// fp16 or bf16; a model or an option that differs between processes. If memory runs out, the
   /// model has the values of process 0, in fp32: until the constructor returns, the weights exist
   /// in fp32 and in `dtype`.
@@ -117,7 +118,7 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
   ShardedMasterWeights& operator=(const ShardedMasterWeights&) = delete;
 
   /// This process's shards of the masters, in the model's order, for the optimizer: one vector for
-  /// each parameter that requires grad, of the same size on all processes.
+  /// each parameter that requires grad and has an element, of the same size on all processes.
   using MastersOfModel::parameters;
 
   /// parameters(), with their names in the model: for parameter groups. Select by name: every shard

@@ -164,7 +164,8 @@ class StreamReader final : public caffe2::serialize::ReadAdapterInterface {
   explicit StreamReader(std::istream& in) : buffer_(in.rdbuf()) {
     TORCH_CHECK(buffer_, "the stream has no buffer.");
     const std::streamoff size = buffer_->pubseekoff(0, std::ios::end, std::ios::in);
-    TORCH_CHECK(size >= 0, "the stream cannot be read twice.");
+    TORCH_CHECK(size >= 0, in.fail() ? "the stream has failed; its file may not be there."
+                                     : "the stream cannot be read twice.");
     size_ = static_cast<std::size_t>(size);
   }
   std::size_t size() const override { return size_; }
