@@ -96,6 +96,18 @@ class Accumulation {
   void speak_in(const detail::AccumulationTerms& terms) { terms_ = terms; }
   /// For the library's own headers: a graph's replay has done what backward() does on the device.
   void note_replayed_backward();
+  /// For the library's own headers: the gradients of an open window, at some time.
+  struct Look {
+    bool is_open, is_as_left;        ///< the window; by the last backward(), unchanged since
+    uint64_t versions, moved, time;  ///< the first two change where the gradients do
+  };
+  /// For the library's own headers: how they are now.
+  Look look() const;
+  /// For the library's own headers: whether the program has changed them since.
+  bool has_changed(const Look& before) const;
+  /// For the library's own headers: what the program has added to them since belongs to the window,
+  /// if it may be scaled: the scaler has scaled something since, or was asked for the scale.
+  void accept_scaled(const Look& before);
   /// For the library's own headers: calling the result goes back to now, where what was added since
   /// is no longer among the gradients.
   std::function<void()> bookmark();
@@ -117,6 +129,7 @@ class Accumulation {
   void check_open() const;
   void check_window(const char* call) const;
 
+  bool is_as_left() const;
   void warn_of_writes();
 
   GradScaler& scaler_;

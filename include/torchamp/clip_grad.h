@@ -86,7 +86,8 @@ inline void check_limit(const char* limit, double value) {
   TORCHAMP_CHECK_VALUE(value >= 0., limit, " is ", value, ". It must be 0 or more.");
 }
 
-/// The factor for the gradients; not finite if the norm is not, like PyTorch's.
+/// The factor for the gradients, at a finite max_norm; not finite if the norm is not, like
+/// PyTorch's.
 inline at::Tensor clip_coefficient(const at::Tensor& norm, double max_norm) {
   return norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.);
 }
@@ -137,11 +138,14 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
   const Shards* const shards = common_shards(params, "clip_grad_norm_");
   if (shards) norm = shards->norm_of_all(norm, norm_type);
   if (batches.empty()) return norm;
-  if (deferred && norm.scalar_type() == at::kFloat) {
+  // Nothing is to be clipped then: the divisor is 1, by which a step of a scaler learns that
+  // gradients are finite, or NaN where the norm is not.
+  const bool only_measures = std::isinf(max_norm);
+  if (deferred && norm.scalar_type() == at::kFloat && (scale.defined() || !only_measures)) {
     const at::Tensor excess = clip_divisor(norm, max_norm);
     // One that fp32 cannot hold would make gradients of 0; on the host that can be seen.
     const bool holds = max_norm == 0. || !norm.is_cpu() ||
-                       !std::isfinite(*norm.const_data_ptr<float>()) ||
+                       (!only_measures && !std::isfinite(*norm.const_data_ptr<float>())) ||
                        std::isfinite(*excess.const_data_ptr<float>());
     if (holds) {
       const bool may_be_infinite = max_norm == 0.;
@@ -152,7 +156,7 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
       return norm;
     }
   }
-  multiply(batches, clip_coefficient(norm, max_norm));
+  if (!only_measures) multiply(batches, clip_coefficient(norm, max_norm));
   // By 1 at most: what is finite stays so, and what `before` shows of the gradients still holds.
   if (before.defined()) keep_deferred(*deferred, optimizer, before);
   return norm;
@@ -181,8 +185,9 @@ inline void check_before_step(const char* call, const GradScaler& scaler,
 ///
 /// Returns the norm before clipping: a 0-dim tensor in fp32, or fp64 if a gradient is, on the first
 /// gradient's device; 0 without gradients. If it is inf or NaN, the gradients become inf, NaN or 0,
-/// like in PyTorch. Errors: a negative max_norm; gradients that are neither strided nor sparse COO,
-/// or that are expanded.
+/// like in PyTorch. An infinite max_norm measures and changes no gradient, also at such a norm.
+/// Errors: a negative max_norm; gradients that are neither strided nor sparse COO, or that are
+/// expanded.
 inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double norm_type = 2.) {
   detail::check_limit("clip_grad_norm_: max_norm", max_norm);
   const detail::InternalOps internal;
@@ -190,8 +195,9 @@ inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double
   at::Tensor norm = detail::total_norm(batches, norm_type);
   const auto* const shards = detail::common_shards({params}, "clip_grad_norm_");
   if (shards) norm = shards->norm_of_all(norm, norm_type);
+  if (!std::isfinite(max_norm)) return norm;
   if (!batches.empty()) detail::multiply(batches, detail::clip_coefficient(norm, max_norm));
-  if (std::isfinite(max_norm)) detail::note_clip(params);
+  detail::note_clip(params);
   return norm;
 }
 

@@ -191,11 +191,12 @@ requires(!std::same_as<std::decay_t<Function>, CheckpointOptions>) auto checkpoi
 /// checkpoint(). Between forward and backward it stores the inputs of the parts; backward holds the
 /// activations of one part at a time. For n equal layers, about sqrt(n) parts need the least
 /// memory. Each module takes and returns one tensor; `options` need not name their buffers. Never
-/// synchronises. Error: fewer than one segment, or more segments than modules.
+/// synchronises. Error: no module, fewer than one segment, or more segments than modules.
 template <class Sequential>
 at::Tensor checkpoint_sequential(Sequential& sequential, int64_t segments, at::Tensor input,
                                  const CheckpointOptions& options = {}) {
   const auto size = static_cast<int64_t>(sequential->size());
+  TORCH_CHECK_VALUE(size > 0, "checkpoint_sequential: the Sequential has no modules. Add some.");
   TORCH_CHECK_VALUE(segments >= 1 && segments <= size, "checkpoint_sequential: cannot split ", size,
                     " modules into ", segments, " segments. Pass a number from 1 to ", size, ".");
   for (int64_t segment = 0; segment < segments; ++segment) {

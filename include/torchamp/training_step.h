@@ -55,7 +55,9 @@ struct TrainingStepOptions {
   /// Like AutocastOptions::policy.
   std::optional<Policy> policy = std::nullopt;
   /// GradScalerOptions, or a GradScaler that several TrainingSteps share and that outlives them.
-  /// Unset: GradScalerOptions() for fp16, skip_non_finite() for bf16 and fp32.
+  /// With micro_batches, a step that changes a shared scale makes the next call of a TrainingStep
+  /// with an open window throw and drop that window: give each its own. Unset: GradScalerOptions()
+  /// for fp16, skip_non_finite() for bf16 and fp32.
   detail::ScalerChoice scaler = {};
   /// If set, gradients are clipped to this norm (clip_grad_norm_).
   std::optional<double> max_grad_norm = std::nullopt;
@@ -96,11 +98,12 @@ struct TrainingStepOptions {
 /// optimizer's gradients and ends with one step() and update() of the scaler. Several TrainingSteps
 /// (of a GAN, say) may coexist.
 ///
-/// An exception in the function leaves that micro-batch out of the window; a later one (in
-/// backward, the clip, the step, at a limit of the scaler) drops the window. Either way the next
-/// call works. Model, optimizer, scaler and scheduler that are passed by reference must outlive it.
-/// One thread at a time: a call while another thread is in one throws and changes nothing. A model
-/// that is trained with all its modules in eval() causes one warning.
+/// An exception in the function leaves that micro-batch out of the window. A later one (in
+/// backward, the clip, the step, at a limit of the scaler) drops the window, and so does one in the
+/// function after a backward() of its own, whose gradients cannot be told from the others. Either
+/// way the next call works. Model, optimizer, scaler and scheduler that are passed by reference
+/// must outlive it. One thread at a time: a call while another thread is in one throws and changes
+/// nothing. A model that is trained with all its modules in eval() causes one warning.
 ///
 /// Errors at construction: options that are out of range or exclude each other, by name; LBFGS,
 /// which needs a closure (torchamp/closure_step.h); fp16 parameters without masters (bf16 ones
@@ -313,11 +316,16 @@ class TrainingStep {
     const bool is_last = pending() + 1 == micro_batches_;
     const auto no_sync = group_ && !is_last ? group_->no_sync() : nullptr;
     const bool was_training = model_->is_training();
+    const auto before = accumulation_ ? accumulation_->look() : Accumulation::Look{};
     at::Tensor loss;
-    {
+    try {
       const AutocastGuard autocast(device_.type(), autocast_);
       loss = group_ ? group_->forward([&]() -> at::Tensor { return function(); }) : function();
+    } catch (...) {
+      if (accumulation_ && accumulation_->has_changed(before)) drop_window();
+      throw;
     }
+    if (accumulation_) accumulation_->accept_scaled(before);
     if (!was_training) warn_of_evaluation_mode();
     return learn(std::move(loss));
   }

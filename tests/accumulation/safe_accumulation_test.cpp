@@ -94,6 +94,23 @@ TEST(SafeAccumulationAfterAnError, GoesOnAfterAProcessThatCouldNotAgree) {
   EXPECT_EQ(w.item<float>(), -2.F);
 }
 
+TEST(SafeAccumulation, RefusesWhatNoBackwardCanBeginAtAndKeepsItsWindow) {
+  const at::Tensor w = zero();
+  auto optimizer = sgd({w});
+  GradScaler scaler({.init_scale = 4.});
+  SafeAccumulation accumulation(scaler, optimizer, 2);
+  accumulation.backward((w * 2).sum());
+  EXPECT_ERROR(accumulation.backward(at::Tensor()), "SafeAccumulation::backward: the loss is");
+  EXPECT_ERROR(accumulation.backward(w.expand({2})),
+               "SafeAccumulation::backward: the loss has 2 element(s)");
+  EXPECT_ERROR(accumulation.backward(at::ones({})),
+               "the loss has 1 element(s), and requires_grad is 0. Pass one number");
+  const auto result = accumulation.backward((w * 4).sum());
+  ASSERT_TRUE(result);
+  EXPECT_EQ(result->kept(), 2);
+  EXPECT_EQ(w.item<float>(), -3.F);
+}
+
 // The weight after each call, and whether the call has stepped, of either accumulation.
 template <typename Kind>
 std::vector<std::pair<float, bool>> steps_of() {

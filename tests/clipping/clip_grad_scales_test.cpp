@@ -193,6 +193,43 @@ TEST_P(ClipGrad, ToAnyNormLeavesGradientsAsTheyAre) {
   }
 }
 
+TEST_P(ClipGrad, ToAnInfiniteNormLeavesGradientsWhoseNormFp32CannotHold) {
+  const auto weight = [] { return torch::zeros({3}, options()).requires_grad_(); };
+  const double large = 0x1p70;
+  const Tensor expected = torch::full({3}, -1., options());
+  const Params params{weight()};
+  params[0].mutable_grad() = torch::full({3}, large, options());
+  EXPECT_TRUE(std::isinf(torchamp::clip_grad_norm_(params, inf).item<float>()));
+  expect_close(params[0].grad(), torch::full({3}, large, options()));
+  torchamp::FusedSGD fused(params, SGDOptions(1. / large));
+  (void)torchamp::clip_grad_norm_(fused, inf);
+  fused.step();
+  expect_close(params[0].detach(), expected);
+  for (const double scale : {1., 4.}) {
+    const Params plain{weight()};
+    torch::optim::SGD optimizer(plain, SGDOptions(1. / large));
+    torchamp::GradScaler scaler({.init_scale = scale});
+    backward(scaler, optimizer, plain, {torch::full({3}, large, options())});
+    (void)torchamp::clip_grad_norm_(scaler, optimizer, inf);
+    EXPECT_TRUE(scaler.step(optimizer).stepped());
+    expect_close(plain[0].detach(), expected);
+  }
+}
+
+TEST(ClipGradOnTheHost, ToAnInfiniteNormLeavesAFusedStepWhoseNormFp32CannotHold) {
+  const Params params{torch::zeros({8}).requires_grad_()};
+  torchamp::FusedSGD optimizer(params, SGDOptions(0x1p-127));
+  torchamp::GradScaler scaler({.init_scale = 1.});
+  backward(scaler, optimizer, params, {torch::full({8}, 0x1p127)});
+  EXPECT_TRUE(std::isinf(torchamp::clip_grad_norm_(scaler, optimizer, inf).item<float>()));
+  EXPECT_TRUE(scaler.step(optimizer).stepped());
+  expect_close(params[0].detach(), torch::full({8}, -1.));
+  scaler.update();
+  backward(scaler, optimizer, params, {torch::full({8}, inf)});
+  (void)torchamp::clip_grad_norm_(scaler, optimizer, inf);
+  EXPECT_FALSE(scaler.step(optimizer).stepped());
+}
+
 TEST_P(ClipGrad, ClipsOnceMoreWhateverTheScale) {
   for (const double scale : {0x1p-90, 1., 0x1p100}) {
     const Params params{torch::zeros({2000}, options()).requires_grad_()};

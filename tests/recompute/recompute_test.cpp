@@ -314,6 +314,9 @@ TEST(CheckpointSequential, GivesTheSameGradientsForAnyNumberOfSegments) {
   EXPECT_ERROR(torchamp::checkpoint_sequential(model, 11, x),
                "checkpoint_sequential: cannot split 10 modules into 11 segments");
   EXPECT_ERROR(torchamp::checkpoint_sequential(model, 0, x), "Pass a number from 1 to 10.");
+  torch::nn::Sequential empty;
+  EXPECT_ERROR(torchamp::checkpoint_sequential(empty, x),
+               "the Sequential has no modules. Add some");
 }
 
 }  // namespace

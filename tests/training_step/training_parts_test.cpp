@@ -126,6 +126,36 @@ TEST(TrainingStep, GoesOnWithMastersAfterAnException) {
   training_steps::expect_same_weights(shaken, calm);
 }
 
+TEST(TrainingStep, DropsTheWindowOfMastersWhoseFunctionFailsAfterABackwardOfItsOwn) {
+  for (const auto& [storage, main_gradients] : {std::pair(MasterStorage::full, false),
+                                                {MasterStorage::full, true},
+                                                {MasterStorage::split, false}}) {
+    Net calm = make_net(at::kCPU), shaken = make_net(at::kCPU);
+    const auto options = [storage = storage, main = main_gradients] {
+      return torchamp::TrainingStepOptions{
+          .scaler = GradScalerOptions{.init_scale = 64.},
+          .micro_batches = 2,
+          .masters = MasterWeightsOptions{
+              .dtype = at::kBFloat16, .storage = storage, .main_gradients = main}};
+    };
+    const auto make = [](auto parameters) { return fused(parameters); };
+    TrainingStep expected(calm, make, options()), train(shaken, make, options());
+    train([&] { return loss_of(shaken, batch_of(at::kCPU, 70)); });
+    EXPECT_ERROR(train([&]() -> Tensor {
+                   const Tensor part = loss_of(shaken, batch_of(at::kCPU, 71));
+                   train.scaler().scale(part).backward();
+                   TORCH_CHECK(false, "no second part");
+                 }),
+                 "no second part");
+    EXPECT_EQ(train.pending(), 0);
+    for (int i = 0; i < 4; ++i) {
+      expected([&] { return loss_of(calm, batch_of(at::kCPU, i)); });
+      train([&] { return loss_of(shaken, batch_of(at::kCPU, i)); });
+    }
+    training_steps::expect_same_weights(shaken, calm);
+  }
+}
+
 TEST(TrainingStep, HasTheMastersWeightsInTheModelOnceItHasFinished) {
   for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
     Net net = make_net(at::kCPU);

@@ -343,6 +343,30 @@ TEST(TrainingStep, DropsTheWindowWhoseBackwardFails) {
   }
 }
 
+TEST(TrainingStep, DropsTheWindowWhoseFunctionFailsAfterABackwardOfItsOwn) {
+  for (const std::int64_t parts : {1, 2}) {
+    Net calm = make_net(at::kCPU), shaken = make_net(at::kCPU);
+    torchamp::FusedAdamW optimizer(calm->parameters()), other(shaken->parameters());
+    TrainingStep expected(calm, optimizer, {.dtype = at::kFloat, .micro_batches = parts});
+    TrainingStep train(shaken, other, {.dtype = at::kFloat, .micro_batches = parts});
+    for (int i = 0; i < 4; ++i) {
+      expected([&] { return loss_of(calm, batch_of(at::kCPU, i)); });
+      if (i % parts == 0) {
+        if (parts == 2) train([&] { return loss_of(shaken, batch_of(at::kCPU, 70)); });
+        EXPECT_THROW(train([&]() -> Tensor {
+                       const Tensor part = loss_of(shaken, batch_of(at::kCPU, 71));
+                       train.scaler().scale(part).backward();
+                       throw std::runtime_error("no second part");
+                     }),
+                     std::runtime_error);
+        EXPECT_EQ(train.pending(), 0);
+      }
+      train([&] { return loss_of(shaken, batch_of(at::kCPU, i)); });
+    }
+    expect_same_weights(shaken, calm);
+  }
+}
+
 TEST(TrainingStep, HasNoNormOfAWindowThatFailed) {
   Net net = make_net(at::kCPU);
   FailingSgd optimizer(net->parameters(), torch::optim::SGDOptions(0.1));
@@ -577,6 +601,17 @@ TEST(TrainingStep, ComputesTheNormWithoutClippingForAnInfiniteBound) {
     EXPECT_FLOAT_EQ(static_cast<float>(result.norm()), at::stack(norms).norm().item<float>());
   }
   expect_same_bits(measured, plain);
+}
+
+TEST(TrainingStep, TakesStepsWithAnInfiniteBoundWhoseNormFp32CannotHold) {
+  torch::nn::Linear net(torch::nn::LinearOptions(2, 1).bias(false));
+  torch::optim::SGD optimizer(net->parameters(), 0x1p-66);
+  TrainingStep train(
+      net, optimizer,
+      {.dtype = at::kFloat, .max_grad_norm = std::numeric_limits<double>::infinity()});
+  const Tensor before = net->weight.detach().clone();
+  EXPECT_TRUE(train([&] { return (net->weight * 0x1p66).sum(); }).stepped());
+  EXPECT_TRUE(at::equal(net->weight, before - 1.)) << net->weight;
 }
 
 TEST(TrainingStep, NamesWhatAResultDoesNotHave) {

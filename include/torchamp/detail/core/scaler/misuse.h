@@ -229,6 +229,8 @@ class StepOrder {
   }
   /// Whether something was scaled in this iteration.
   bool was_scaled() const { return scaled_at_ != 0; }
+  /// Whether something was, after `time` (PlainClips::tick()).
+  bool was_scaled_since(uint64_t time) const { return scaled_at_ > time; }
   /// Whether the program may multiply by the scale.
   bool was_asked() const { return asked_ || asked_for_good_; }
   /// Throws where a gradient that is to be divided has been for another optimizer. Warns once where

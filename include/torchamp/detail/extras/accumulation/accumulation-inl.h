@@ -38,9 +38,7 @@ inline std::optional<StepResult> Accumulation::backward(const at::Tensor& loss) 
     const c10::impl::ExcludeDispatchKeyGuard uncast(c10::autocast_dispatch_keyset);
     return at::div(loss, static_cast<double>(micro_batches_));
   }();
-  TORCH_CHECK_VALUE(part.numel() == 1 && part.requires_grad(), terms_.backward, ": the loss has ",
-                    part.numel(), " element(s), and requires_grad is ", part.requires_grad(),
-                    ". Pass one number that was computed from the parameters.");
+  detail::check_is_loss(part, terms_.backward);
   const at::Tensor scaled = scaler_.scale(part);
   if (window_->pending == 0) {
     open_window();
@@ -155,7 +153,9 @@ inline void Accumulation::check_window(const char* call) const {
   TORCH_CHECK(version_of_scale() == version_, call, ": the scale has changed after ",
               window_->pending, " of ", micro_batches_,
               " micro-batches, whose gradients have the old scale. Leave step and update to ",
-              terms_.owner, ", and set the scale between two windows. ", terms_.drop);
+              terms_.owner,
+              ", set the scale between two windows, and give what steps meanwhile another scaler. ",
+              terms_.drop);
   TORCH_CHECK(detail::count_gradients(optimizer_) >= gradients_, call, ": the gradients of ",
               window_->pending, " of ", micro_batches_,
               " micro-batches are gone. Leave out zero_grad(): ", terms_.owner,
@@ -167,12 +167,33 @@ inline void Accumulation::check_window(const char* call) const {
               terms_.owner, ". ", terms_.drop);
 }
 
+/// Whether the gradients of an open window are as the last backward() has left them, or masters
+/// have taken them since.
+inline bool Accumulation::is_as_left() const {
+  return taken_ != detail::gradients_moved() ||
+         (versions_ == detail::versions_of_gradients(optimizer_) &&
+          !detail::PlainClips::any_since(added_at_, optimizer_));
+}
+
+inline Accumulation::Look Accumulation::look() const {
+  if (window_->pending == 0) return {};
+  return {true, is_as_left(), detail::versions_of_gradients(optimizer_), detail::gradients_moved(),
+          detail::PlainClips::tick()};
+}
+
+inline bool Accumulation::has_changed(const Look& before) const {
+  return before.is_open && (before.versions != detail::versions_of_gradients(optimizer_) ||
+                            before.moved != detail::gradients_moved());
+}
+
+inline void Accumulation::accept_scaled(const Look& before) {
+  const detail::StepOrder& order = detail::ScalerParts::ledger(scaler_).order;
+  const bool may_be_scaled = order.was_scaled_since(before.time) || order.was_asked();
+  if (before.is_as_left && may_be_scaled && has_changed(before)) note_gradients();
+}
+
 inline void Accumulation::warn_of_writes() {
-  if (warned_ || taken_ != detail::gradients_moved() ||
-      (versions_ == detail::versions_of_gradients(optimizer_) &&
-       !detail::PlainClips::any_since(added_at_, optimizer_))) {
-    return;
-  }
+  if (warned_ || is_as_left()) return;
   warned_ = true;
   TORCH_WARN(terms_.backward, ": the gradients of ", window_->pending, " of ", micro_batches_,
              " micro-batches were written to or replaced since the last call, as by a clip, "

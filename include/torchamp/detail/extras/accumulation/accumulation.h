@@ -39,6 +39,13 @@ struct AccumulationTerms {
   const char* send = "Call sync_gradients() in before_unscale().";
 };
 
+/// Throws for what no backward() can begin at.
+inline void check_is_loss(const at::Tensor& loss, const char* call) {
+  TORCH_CHECK_VALUE(loss.numel() == 1 && loss.requires_grad(), call, ": the loss has ",
+                    loss.numel(), " element(s), and requires_grad is ", loss.requires_grad(),
+                    ". Pass one number that was computed from the parameters, with grad mode on.");
+}
+
 /// Throws for a loss that was computed, by few ops, from one of `scaled`, as a half of it is. Not
 /// where the program has asked for the scale, and may have divided by it.
 inline void check_not_scaled_within(const at::Tensor& loss, const char* call,
@@ -98,12 +105,19 @@ inline void take_unscaled(StepLedger& ledger, torch::optim::Optimizer& optimizer
                                      .shards = shards_of(optimizer, "GradScaler::step")};
 }
 
-/// Changes, but for chance, where a gradient is written to or replaced.
+/// Changes, but for chance, where a gradient is written to or replaced, or that of a weight whose
+/// master the optimizer has.
 inline uint64_t versions_of_gradients(const torch::optim::Optimizer& optimizer) {
   uint64_t sum = 0;
-  any_gradient(optimizer, [&sum](const at::Tensor& gradient) {
+  const auto add = [&sum](const at::Tensor& parameter) {
+    if (!parameter.defined() || !gradient_of(parameter).defined()) return;
+    const at::Tensor& gradient = gradient_of(parameter);
     sum = sum * 31 + reinterpret_cast<std::uintptr_t>(gradient.unsafeGetTensorImpl());
     sum = sum * 31 + version_of(gradient);
+  };
+  any_parameter(optimizer, [&add](const at::Tensor& parameter) {
+    add(parameter);
+    add(narrow_of(parameter));
     return false;
   });
   return sum;

@@ -29,6 +29,7 @@ inline SafeAccumulation::~SafeAccumulation() {
 
 inline std::optional<SafeAccumulationResult> SafeAccumulation::backward(const at::Tensor& loss) {
   check_ready("backward");
+  TORCH_CHECK_VALUE(loss.defined(), "SafeAccumulation::backward: the loss is undefined.");
   TORCH_CHECK(micro_batches_ == 0 || window_->pending < micro_batches_,
               "SafeAccumulation::backward: the step with ", window_->pending,
               " micro-batches has failed, so the window accepts no more. Call flush() to try the "
@@ -36,11 +37,13 @@ inline std::optional<SafeAccumulationResult> SafeAccumulation::backward(const at
   detail::check_not_scaled_within(loss, "SafeAccumulation::backward",
                                   detail::ScalerParts::ledger(scaler_).scaled,
                                   detail::ScalerParts::ledger(scaler_).order);
+  const at::Tensor scaled = scaler_.scale(loss);
+  detail::check_is_loss(scaled, "SafeAccumulation::backward");
   warn_of_others("backward");
   detail::clear_gradients(optimizer_);
   detail::drop_model_gradients(optimizer_);  // left by an exception
   is_clear_ = false;
-  scaler_.scale(loss).backward();
+  scaled.backward();
   if (const auto unsent = detail::unsent_of(optimizer_); unsent && unsent->any()) {
     unsent->drop();
     TORCH_CHECK(false,
