@@ -187,9 +187,10 @@ class SafeAccumulationResult {
 /// iteration of the scaler: the scale may change within a window, and growth_interval counts
 /// micro-batches. The device decides whether to keep one; with a disabled scaler, all are kept.
 /// One that gives no parameter of the optimizer a gradient is dropped. The step uses the mean of
-/// the kept ones; if their sum is not finite, all are dropped. Costs one fp32 sum per parameter
-/// (fp64 for fp64 parameters), and one synchronisation in the step unless the optimizer is a
-/// ScaledStep.
+/// the kept ones; if their sum is not finite, all are dropped. A parameter that only dropped ones
+/// have reached is stepped with a gradient of 0, so its momentum and weight decay go on: the host
+/// does not know which were dropped. Costs one fp32 sum per parameter (fp64 for fp64 parameters),
+/// and one synchronisation in the step unless the optimizer is a ScaledStep.
 /// Gradients must be dense. Within a window the scaler cannot be saved, and parameters may be added
 /// to the optimizer but not removed or reshaped. Holds references to scaler and optimizer. One
 /// thread at a time.
