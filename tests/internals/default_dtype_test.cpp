@@ -3,6 +3,11 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include <cstdlib>
+#include <optional>
+#include <string>
+
+#include "support/linux_only.h"
 #include "support/training_steps.h"
 #include "support/warnings.h"
 #include "torchamp/training_step.h"
@@ -31,5 +36,46 @@ TEST(TrainingStep, TakesTheDtypeThatIsFastWhereNoneIsAskedFor) {
   };
   EXPECT_EQ(product(), is_fast ? at::kBFloat16 : at::kFloat);
 }
+
+#ifdef __linux__
+
+/// Sets a variable of the environment, or takes it away, and restores it.
+class Variable {
+ public:
+  Variable(const char* name, const char* value) : name_(name) {
+    if (const char* const before = std::getenv(name)) before_ = before;
+    value ? setenv(name, value, 1) : unsetenv(name);
+  }
+  Variable(const Variable&) = delete;
+  Variable& operator=(const Variable&) = delete;
+  ~Variable() { before_ ? setenv(name_, before_->c_str(), 1) : unsetenv(name_); }
+
+ private:
+  const char* name_;
+  std::optional<std::string> before_;
+};
+
+TEST(FastBf16, IsLimitedByEachNameAndCaseThatOneDnnReads) {
+  const Variable no_onednn("ONEDNN_MAX_CPU_ISA", nullptr), no_dnnl("DNNL_MAX_CPU_ISA", nullptr);
+  const bool is_fast = has_fast_bf16();
+  for (const char* const name : {"ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA"}) {
+    for (const char* const isa : {"AVX2", "avx2", "avx2_vnni", "Avx512_Core", "avx512_core_vnni"}) {
+      const Variable limit(name, isa);
+      EXPECT_FALSE(has_fast_bf16()) << name << '=' << isa;
+    }
+    const Variable limit(name, "avx512_core_amx");
+    EXPECT_EQ(has_fast_bf16(), is_fast) << name;
+  }
+  const Variable first("ONEDNN_MAX_CPU_ISA", "all"), second("DNNL_MAX_CPU_ISA", "avx2");
+  EXPECT_EQ(has_fast_bf16(), is_fast) << "oneDNN reads the first alone";
+}
+
+#else
+
+TEST(FastBf16, IsLimitedByEachNameAndCaseThatOneDnnReads) {
+  SKIP_WITHOUT_LINUX();
+}
+
+#endif
 
 }  // namespace

@@ -6,7 +6,7 @@
 
 #include <algorithm>
 #include <array>
-#include <string_view>
+#include <string>
 
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/base/system.h"
@@ -15,11 +15,14 @@
 
 namespace torchamp::detail {
 
-/// Whether oneDNN multiplies matrices in bf16 at full speed; ONEDNN_MAX_CPU_ISA may prevent that.
+/// Whether oneDNN multiplies matrices in bf16 at full speed; ONEDNN_MAX_CPU_ISA, or
+/// DNNL_MAX_CPU_ISA, in upper or lower case, may prevent that.
 inline bool has_fast_bf16() {
   constexpr std::array slow{"SSE41", "AVX", "AVX512_CORE", "AVX512_CORE_VNNI"};
-  const char* const isa = environment_variable("ONEDNN_MAX_CPU_ISA");
-  const std::string_view most = isa ? isa : "";
+  const char* isa = environment_variable("ONEDNN_MAX_CPU_ISA");
+  if (!isa) isa = environment_variable("DNNL_MAX_CPU_ISA");
+  std::string most = isa ? isa : "";
+  for (char& c : most) c = c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
   if (most.starts_with("AVX2") || std::ranges::find(slow, most) != slow.end()) return false;
   return cpu_has_bf16_units();
 }
