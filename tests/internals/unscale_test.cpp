@@ -15,6 +15,7 @@
 #include "support/call_counter.h"
 #include "support/devices.h"
 #include "support/non_finite.h"
+#include "support/seed.h"
 
 namespace {
 
@@ -30,7 +31,7 @@ class Unscale : public testing::TestWithParam<at::DeviceType> {
  protected:
   void SetUp() override {
     SKIP_WITHOUT(GetParam());
-    torch::manual_seed(4);
+    seed_all(4);
   }
   static at::TensorOptions options(at::ScalarType dtype = at::kFloat) {
     return at::TensorOptions(GetParam()).dtype(dtype);

@@ -17,6 +17,7 @@
 #include "support/masters_training.h"
 #include "support/memory_meter.h"
 #include "support/optimizer_kinds.h"
+#include "support/seed.h"
 #include "torchamp/closure_step.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
@@ -162,7 +163,7 @@ Params weights_to_cut(at::Device device) {
 }
 
 TEST_P(SplitMastersOnDevices, AreSteppedByEachOptimizerAsWholeOnesAre) {
-  torch::manual_seed(3);
+  seed_all(3);
   for (const char* name :
        {"adam_decay_amsgrad", "adamw", "sgd", "sgd_dampening", "adagrad_decay"}) {
     SCOPED_TRACE(name);

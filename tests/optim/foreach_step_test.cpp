@@ -14,6 +14,7 @@
 #include "simulated_device/facts.h"
 #include "support/devices.h"
 #include "support/optimizer_kinds.h"
+#include "support/seed.h"
 
 namespace {
 
@@ -23,7 +24,7 @@ class ForeachStep : public testing::TestWithParam<Kind> {
  protected:
   void SetUp() override {
     SKIP_WITHOUT(at::kPrivateUse1);
-    torch::manual_seed(1);
+    seed_all(1);
   }
 
   static Params params(at::ScalarType dtype = at::kFloat) {

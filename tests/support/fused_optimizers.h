@@ -8,13 +8,14 @@
 
 #include "support/devices.h"
 #include "support/optimizer_kinds.h"
+#include "support/seed.h"
 
 /// A kind of optimizer on a device.
 class FusedOptimizers : public testing::TestWithParam<std::tuple<Kind, at::DeviceType>> {
  protected:
   void SetUp() override {
     SKIP_WITHOUT(device());
-    torch::manual_seed(1);
+    seed_all(1);
   }
   static const Kind& kind() { return std::get<0>(GetParam()); }
   static at::DeviceType device() { return std::get<1>(GetParam()); }
