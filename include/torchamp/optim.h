@@ -48,10 +48,6 @@ namespace TORCHAMP_NAMESPACE {
 /// thread at a time.
 class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingStep {
  public:
-  TORCHAMP_BODY ~FusedOptimizer() override;
-  FusedOptimizer(FusedOptimizer&&) = default;
-  FusedOptimizer& operator=(FusedOptimizer&&) = default;
-
   /// Like torch::optim::Optimizer::step: runs the closure, if any, with gradients enabled, steps,
   /// and returns the closure's value or an undefined tensor.
   TORCHAMP_BODY at::Tensor step(LossClosure closure = nullptr) override;

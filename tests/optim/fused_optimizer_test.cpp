@@ -4,7 +4,9 @@
 #include <ATen/autocast_mode.h>
 #include <torch/torch.h>
 
+#include <cstddef>
 #include <memory>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -16,6 +18,36 @@
 #include "support/tolerances.h"
 
 namespace {
+
+// ---- Moves, as LibTorch's optimizers do ---------------------------------------------------------
+
+using torchamp::FusedAdam;
+
+static_assert(std::is_move_constructible_v<FusedAdam>);
+static_assert(!std::is_copy_constructible_v<FusedAdam> && !std::is_copy_assignable_v<FusedAdam>);
+// Not with LibTorch 2.6, whose own cannot be assigned.
+static_assert(std::is_move_assignable_v<FusedAdam> == std::is_move_assignable_v<Optimizer>);
+
+TEST(FusedAdam, StepsOnWhereItWasMovedTo) {
+  torch::manual_seed(1);
+  const Params params{param({3}), param({2, 2})};
+  const Params plain_params = copies(params);
+  torch::optim::Adam plain(plain_params, AdamOptions(0.1));
+  const auto step = [&](FusedAdam& fused) {
+    for (std::size_t i = 0; i < params.size(); ++i) {
+      params[i].mutable_grad() = torch::randn_like(params[i]);
+      plain_params[i].mutable_grad() = params[i].grad().clone();
+    }
+    plain.step();
+    fused.step();
+  };
+  FusedAdam first(params, AdamOptions(0.1));
+  step(first);
+  FusedAdam second(std::move(first));
+  step(second);
+  expect_close(params, plain_params);
+  EXPECT_EQ(second.state().size(), params.size());
+}
 
 // ---- What a step costs, and what it leaves alone ------------------------------------------------
 

@@ -204,8 +204,6 @@ void FusedOptimizerOf<Kernel>::write_steps() const {
 
 namespace TORCHAMP_NAMESPACE {
 
-TORCHAMP_BODY FusedOptimizer::~FusedOptimizer() = default;
-
 TORCHAMP_BODY at::Tensor FusedOptimizer::step(LossClosure closure) {
   at::Tensor loss;
   if (closure) {
