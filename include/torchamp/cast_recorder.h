@@ -6,7 +6,6 @@
 
 #include <c10/core/ScalarType.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <map>
@@ -18,6 +17,7 @@
 
 #include "torchamp/detail/extras/observe/observer.h"
 #include "torchamp/detail/extras/observe/report.h"
+#include "torchamp/detail/extras/shared/stable_order.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
@@ -62,8 +62,7 @@ class CastReport {
 
   /// For CastRecorder: sorts the rows.
   explicit CastReport(std::vector<Row> rows) : rows_(std::move(rows)) {
-    std::stable_sort(rows_.begin(), rows_.end(),
-                     [](const Row& a, const Row& b) { return a.cast_bytes > b.cast_bytes; });
+    detail::sort_in_stable_order(rows_, [](const Row& row) { return -row.cast_bytes; });
   }
 
   /// Returns a row for each op, module and phase, in descending order of bytes moved by casts.

@@ -22,6 +22,7 @@
 #include "torchamp/detail/extras/modules/sequential.h"
 #include "torchamp/detail/extras/observe/report.h"
 #include "torchamp/detail/extras/policy_text/name_pattern.h"
+#include "torchamp/detail/extras/shared/stable_order.h"
 #include "torchamp/precision_audit.h"
 
 namespace torchamp::detail {
@@ -115,7 +116,7 @@ class AuditChoice {
     for (const auto& [module, its] : of_modules) {
       result.modules.set(pattern_of(module), Policy(its));
     }
-    std::ranges::stable_sort(result.decisions, {}, &AuditDecision::module);
+    sort_in_stable_order(result.decisions, [](const AuditDecision& one) { return one.module; });
     return result;
   }
 

@@ -8,7 +8,6 @@
 #include <algorithm>
 #include <array>
 #include <cstddef>
-#include <numeric>
 #include <tuple>
 #include <utility>
 
@@ -19,6 +18,7 @@
 #include "torchamp/detail/extras/audit/text.h"
 #include "torchamp/detail/extras/observe/report.h"
 #include "torchamp/detail/extras/policy_text/parse.h"
+#include "torchamp/detail/extras/shared/stable_order.h"
 #include "torchamp/precision_audit.h"
 
 namespace torchamp::detail {
@@ -43,10 +43,7 @@ inline AuditedModel audited_model(torch::nn::Module& model, const PrecisionAudit
 
 /// Sorts the rows for printing, with their edges.
 inline void sort_rows(AuditData& data) {
-  std::vector<std::size_t> order(data.rows.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::ranges::stable_sort(order, {}, [&](std::size_t i) {
-    const AuditRow& row = data.rows[i];
+  const std::vector<std::size_t> order = stable_order(data.rows, [](const AuditRow& row) {
     return std::tuple(!is_harmful(row, AuditBudget{}.gradient_loss_limit), -row.error,
                       -row.gradient_loss);
   });

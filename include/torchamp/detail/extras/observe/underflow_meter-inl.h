@@ -24,6 +24,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/extras/observe/recording.h"
+#include "torchamp/detail/extras/shared/stable_order.h"
 #include "torchamp/underflow_meter.h"
 
 namespace torchamp::detail {
@@ -268,8 +269,7 @@ struct UnderflowHistory {
     std::erase_if(report.rows, [](const UnderflowRow& row) {
       return row.elements + row.not_looked_at == 0;  // of a step that was not kept
     });
-    std::stable_sort(report.rows.begin(), report.rows.end(),
-                     [](const auto& a, const auto& b) { return a.share() > b.share(); });
+    sort_in_stable_order(report.rows, [](const UnderflowRow& row) { return -row.share(); });
     return report;
   }
 };
