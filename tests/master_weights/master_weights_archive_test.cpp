@@ -121,9 +121,9 @@ TEST(MasterWeights, RefuseAFileOfNumbersThatTheModelCannotHold) {
   torch::save(complex, of_complex);
   torch::save(half, of_half);
   MasterWeights masters(real, {.dtype = at::kBFloat16}), of_whole(whole, {.dtype = at::kBFloat16});
-  EXPECT_ERROR(torch::load(masters, of_complex), "'tensor' is c10::complex<float> in the archive");
+  EXPECT_ERROR(torch::load(masters, of_complex), "'tensor' is ComplexFloat in the archive");
   EXPECT_ERROR(torch::load(of_whole, of_half),
-               "MasterWeights::load: 'tensor' is float in the archive and long int in the model, "
+               "MasterWeights::load: 'tensor' is Float in the archive and Long in the model, "
                "which cannot hold such numbers.");
   EXPECT_TRUE(at::equal(masters.parameters()[0], at::ones({2})));
   EXPECT_TRUE(at::equal(whole->tensor, at::ones({2}, at::kLong)));

@@ -139,7 +139,7 @@ inline std::vector<std::pair<at::Tensor, at::Tensor>> read_all(
         TORCH_CHECK(from.sizes() == to.sizes(), place, "'", name, "' is ", from.sizes(),
                     " in the archive and ", to.sizes(), " in the model", remedy);
         TORCH_CHECK(!to.defined() || c10::canCast(from.scalar_type(), to.scalar_type()), place, "'",
-                    name, "' is ", from.dtype(), " in the archive and ", to.dtype(),
+                    name, "' is ", from.scalar_type(), " in the archive and ", to.scalar_type(),
                     " in the model, which cannot hold such numbers", remedy);
         TORCH_CHECK(!to.defined() || !repeats_elements(to), place, "several elements of '", name,
                     "' (sizes ", to.sizes(), ", strides ", to.strides(),

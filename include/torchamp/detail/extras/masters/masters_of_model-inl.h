@@ -3,12 +3,17 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
+#include <cstdint>
 #include <regex>
 #include <unordered_set>
+#include <utility>
+#include <vector>
 
 #include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/extras/io/archives.h"
 #include "torchamp/detail/extras/shared/kept_tensors.h"
+#include "torchamp/detail/extras/shared/stable_order.h"
 #include "torchamp/master_weights.h"
 
 namespace torchamp::detail {
@@ -84,8 +89,8 @@ inline void check_may_be_master(const char* owner, const std::string& name,
 template <class Weights>
 void check_apart(const char* owner, const Weights& weights) {
   struct Range {
-    const char* begin;
-    const char* end;
+    std::uintptr_t memory;  // a storage's address, which on MPS is that of an object
+    std::size_t begin, end;
     const std::string* name;
   };
   std::vector<Range> ranges;
@@ -94,14 +99,16 @@ void check_apart(const char* owner, const Weights& weights) {
     const bool is_one_range = parameter.layout() == at::kStrided && parameter.has_storage() &&
                               parameter.is_non_overlapping_and_dense();
     if (!weight.is_narrow || !is_one_range || parameter.numel() == 0) continue;
-    const auto* const begin = static_cast<const char*>(parameter.const_data_ptr());
-    if (begin != nullptr) ranges.push_back({begin, begin + parameter.nbytes(), &weight.name});
+    const auto memory = reinterpret_cast<std::uintptr_t>(parameter.storage().data());
+    const auto begin = static_cast<std::size_t>(parameter.storage_offset()) * parameter.itemsize();
+    if (memory != 0) ranges.push_back({memory, begin, begin + parameter.nbytes(), &weight.name});
   }
-  std::ranges::stable_sort(ranges, {}, &Range::begin);
+  sort_in_stable_order(ranges, [](const Range& one) { return std::pair(one.memory, one.begin); });
   for (std::size_t i = 1; i < ranges.size(); ++i) {
     const Range &one = ranges[i - 1], &other = ranges[i];
     TORCH_CHECK(
-        other.begin >= one.end, owner, ": the parameters '", *one.name, "' and '", *other.name,
+        other.memory != one.memory || other.begin >= one.end, owner, ": the parameters '",
+        *one.name, "' and '", *other.name,
         "' are two tensors in the same memory, which the cast would part. Use one tensor in "
         "both places (decoder->weight = encoder->weight), or give each its own memory: "
         "parameter.set_data(parameter.clone()).");
