@@ -171,10 +171,10 @@ class MasterWeights final : public detail::MastersOfModel {
   /// Casts the parameters of `model`, in place. Errors, before anything is changed: a dtype other
   /// than fp16 and bf16, or than bf16 for MasterStorage::split; a name in keep_fp32 that the model
   /// does not have; a trained parameter that is a result of expand(); two parameters in the same
-  /// memory (one parameter in several places is not an error); a parameter with a master in other
-  /// MasterWeights or ShardedMasterWeights that still exist. If memory runs out, the model is
-  /// unchanged: until the constructor returns, the weights exist before and after the cast (for
-  /// split ones of an fp32 model, 8 bytes per weight).
+  /// memory, one of them trained (one parameter in several places is not an error); a parameter
+  /// with a master in other MasterWeights or ShardedMasterWeights that still exist. If memory runs
+  /// out, the model is unchanged: until the constructor returns, the weights exist before and after
+  /// the cast (for split ones of an fp32 model, 8 bytes per weight).
   explicit MasterWeights(std::shared_ptr<torch::nn::Module> model,
                          MasterWeightsOptions options = {});
 

@@ -345,8 +345,16 @@ TEST(MasterWeights, RefuseTwoParametersInTheSameMemory) {
     EXPECT_ERROR(MasterWeights(tied, {.dtype = at::kBFloat16, .storage = storage}),
                  "MasterWeights: the parameters '0.weight' and '1.weight' are two tensors in the "
                  "same memory, which the cast would part. Use one tensor in both places");
+    EXPECT_ERROR(
+        MasterWeights(tied, {.dtype = at::kBFloat16, .keep_fp32 = {"0"}, .storage = storage}),
+        "are two tensors in the same memory");
     EXPECT_TRUE(weights[2].is_alias_of(weights[0])) << "as it was";
     EXPECT_EQ(weights[1].scalar_type(), at::kFloat);
+
+    weights[0].set_requires_grad(false);
+    weights[2].set_requires_grad(false);
+    const MasterWeights frozen(tied, {.dtype = at::kBFloat16, .storage = storage});
+    EXPECT_TRUE(at::equal(weights[2], weights[0])) << "nobody changes either";
   }
 }
 

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/extras/io/archives.h"
 #include "torchamp/detail/extras/shared/kept_tensors.h"
@@ -85,30 +86,36 @@ inline void check_may_be_master(const char* owner, const std::string& name,
               "one. Make the MasterWeights without main_gradients.");
 }
 
-/// Throws if two of these weights that are to be cast have the same memory: each would get its own.
+/// Throws if two of these weights have the same memory, one of them is trained, and the cast would
+/// give one its own: it would no longer follow the other.
 template <class Weights>
 void check_apart(const char* owner, const Weights& weights) {
+  using Weight = typename Weights::value_type;
   struct Range {
-    std::uintptr_t memory;  // a storage's address, which on MPS is that of an object
-    std::size_t begin, end;
-    const std::string* name;
+    std::uintptr_t memory;   // the storage: elements of MPS have no addresses
+    std::size_t begin, end;  // in bytes
+    const Weight* weight;
   };
   std::vector<Range> ranges;
-  for (const auto& weight : weights) {
+  for (const Weight& weight : weights) {
     const at::Tensor& parameter = weight.parameter;
     const bool is_one_range = parameter.layout() == at::kStrided && parameter.has_storage() &&
                               parameter.is_non_overlapping_and_dense();
-    if (!weight.is_narrow || !is_one_range || parameter.numel() == 0) continue;
-    const auto memory = reinterpret_cast<std::uintptr_t>(parameter.storage().data());
+    if (!is_one_range || parameter.numel() == 0) continue;
+    const auto memory = reinterpret_cast<std::uintptr_t>(storage_of(parameter));
     const auto begin = static_cast<std::size_t>(parameter.storage_offset()) * parameter.itemsize();
-    if (memory != 0) ranges.push_back({memory, begin, begin + parameter.nbytes(), &weight.name});
+    ranges.push_back({memory, begin, begin + parameter.nbytes(), &weight});
   }
   sort_in_stable_order(ranges, [](const Range& one) { return std::pair(one.memory, one.begin); });
   for (std::size_t i = 1; i < ranges.size(); ++i) {
     const Range &one = ranges[i - 1], &other = ranges[i];
+    const bool overlap = one.memory == other.memory && other.begin < one.end;
+    const bool part = one.weight->is_narrow || other.weight->is_narrow;
+    const bool any_trained =
+        one.weight->parameter.requires_grad() || other.weight->parameter.requires_grad();
     TORCH_CHECK(
-        other.memory != one.memory || other.begin >= one.end, owner, ": the parameters '",
-        *one.name, "' and '", *other.name,
+        !overlap || !part || !any_trained, owner, ": the parameters '", one.weight->name, "' and '",
+        other.weight->name,
         "' are two tensors in the same memory, which the cast would part. Use one tensor in "
         "both places (decoder->weight = encoder->weight), or give each its own memory: "
         "parameter.set_data(parameter.clone()).");
