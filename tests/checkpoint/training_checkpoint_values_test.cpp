@@ -178,6 +178,8 @@ TEST(TrainingCheckpointValues, RefusesANumberThatItsTypeCannotHold) {
   EXPECT_ERROR(through<float>(1e300), "it is 1e+300 in the file, which a float cannot hold");
   EXPECT_ERROR(through<float>(-1e300), "which a float cannot hold");
   EXPECT_ERROR(through<float>(1e-300), "it is 1e-300 in the file, which a float cannot hold");
+  EXPECT_ERROR(through<float>(0x1p-150), "which a float cannot hold");
+  EXPECT_EQ(through<float>(0x1.8p-150), std::numeric_limits<float>::denorm_min()) << "rounded";
   EXPECT_ERROR(through<int>(1.5), "it is a Double in the file and an integer in the program");
   EXPECT_ERROR(through<int>(true), "it is a Bool in the file and an integer in the program");
   EXPECT_ERROR(through<double>(1), "it is a Int in the file and a floating-point number");

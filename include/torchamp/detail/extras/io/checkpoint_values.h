@@ -146,9 +146,8 @@ T floating_point_of(const c10::IValue& value) {
   }
   const T narrow = static_cast<T>(number);
   // By the number in the file: a thread that flushes denormals takes a small `narrow` for 0.
-  const bool is_too_small =
-      number != 0.L &&
-      std::abs(number) < static_cast<long double>(std::numeric_limits<T>::denorm_min());
+  constexpr auto smallest = static_cast<long double>(std::numeric_limits<T>::denorm_min());
+  const bool is_too_small = number != 0.L && std::abs(number) <= smallest / 2;  // rounds to 0
   TORCH_CHECK(std::isfinite(narrow) == std::isfinite(number) && !is_too_small, "it is ", number,
               " in the file, which a ", std::is_same_v<T, float> ? "float" : "double",
               " cannot hold");
