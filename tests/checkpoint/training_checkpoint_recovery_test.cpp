@@ -109,6 +109,20 @@ TEST(TrainingCheckpointRecovery, IsRefusedWithinAWindowOfAccumulation) {
   EXPECT_TRUE(run.checkpoint.load());
 }
 
+TEST(TrainingCheckpointRecovery, IsRefusedWithinAWindowOfADisabledScaler) {
+  const TemporaryFolder folder;
+  torch::nn::Linear net(3, 2);
+  torch::optim::SGD optimizer(net->parameters(), 0.125);
+  torchamp::GradScaler scaler({.enabled = false});
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("net", net).add("optimizer", optimizer).add("scaler", scaler).save();
+  torchamp::Accumulation accumulation(scaler, optimizer, 2);
+  accumulation.backward(net->forward(at::ones({1, 3})).sum());
+  EXPECT_ERROR((void)checkpoint.load(), "a window of gradient accumulation is open");
+  accumulation.discard();
+  EXPECT_TRUE(checkpoint.load());
+}
+
 TEST(TrainingCheckpointRecovery, PutsAScalerBackWithoutMemory) {
   Recovery run;
   Tensor value = at::ones({4});

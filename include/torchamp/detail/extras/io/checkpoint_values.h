@@ -251,13 +251,13 @@ class WeightsInPlace {
 /// Returns a function that restores a scaler's present state, also within an iteration. An error
 /// within a window of accumulation, whose gradients would be of other weights than the next ones.
 inline std::function<void()> keep_scaler(GradScaler& scaler) {
-  if (!scaler.is_enabled()) return [] {};
   for (const auto& weak : ScalerParts::ledger(scaler).windows) {
     const auto window = weak.lock();
     TORCH_CHECK(!window || window->pending == 0,
                 "a window of gradient accumulation is open. First end it: Accumulation::flush() or "
                 "SafeAccumulation::step() steps with it, discard() drops it.");
   }
+  if (!scaler.is_enabled()) return [] {};
   const LossScale& scale = ScalerParts::scale(scaler);
   const ScaleMemory<double> values = scale.read();
   return [&scaler, values, state = scale.state_of(values)] {
