@@ -66,6 +66,10 @@ TEST(FastBf16, IsLimitedByEachNameAndCaseThatOneDnnReads) {
     const Variable limit(name, "avx512_core_amx");
     EXPECT_EQ(has_fast_bf16(), is_fast) << name;
   }
+  {
+    const Variable empty("ONEDNN_MAX_CPU_ISA", ""), limit("DNNL_MAX_CPU_ISA", "avx2");
+    EXPECT_FALSE(has_fast_bf16());
+  }
   const Variable first("ONEDNN_MAX_CPU_ISA", "all"), second("DNNL_MAX_CPU_ISA", "avx2");
   EXPECT_EQ(has_fast_bf16(), is_fast) << "oneDNN reads the first alone";
 }

@@ -20,7 +20,7 @@ namespace torchamp::detail {
 inline bool has_fast_bf16() {
   constexpr std::array slow{"SSE41", "AVX", "AVX512_CORE", "AVX512_CORE_VNNI"};
   const char* isa = environment_variable("ONEDNN_MAX_CPU_ISA");
-  if (!isa) isa = environment_variable("DNNL_MAX_CPU_ISA");
+  if (!isa || *isa == '\0') isa = environment_variable("DNNL_MAX_CPU_ISA");
   std::string most = isa ? isa : "";
   for (char& c : most) c = c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
   if (most.starts_with("AVX2") || std::ranges::find(slow, most) != slow.end()) return false;
