@@ -96,10 +96,12 @@ class Accumulation {
   void speak_in(const detail::AccumulationTerms& terms) { terms_ = terms; }
   /// For the library's own headers: a graph's replay has done what backward() does on the device.
   void note_replayed_backward();
-  /// For the library's own headers: the gradients of an open window, at some time.
+  /// For the library's own headers: the gradients of a window, at some time.
   struct Look {
-    bool is_open, is_as_left;        ///< the window; by the last backward(), unchanged since
-    uint64_t versions, moved, time;  ///< the first two change where the gradients do
+    bool is_open;       ///< whether the window was
+    bool is_as_left;    ///< whether the gradients were as the last backward() has left them
+    uint64_t versions;  ///< of the gradients: changes where they do
+    uint64_t time;      ///< PlainClips::tick()
   };
   /// For the library's own headers: how they are now.
   Look look() const;

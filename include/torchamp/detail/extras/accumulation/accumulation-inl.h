@@ -177,13 +177,12 @@ inline bool Accumulation::is_as_left() const {
 
 inline Accumulation::Look Accumulation::look() const {
   if (window_->pending == 0) return {};
-  return {true, is_as_left(), detail::versions_of_gradients(optimizer_), detail::gradients_moved(),
+  return {true, is_as_left(), detail::versions_of_gradients(optimizer_),
           detail::PlainClips::tick()};
 }
 
 inline bool Accumulation::has_changed(const Look& before) const {
-  return before.is_open && (before.versions != detail::versions_of_gradients(optimizer_) ||
-                            before.moved != detail::gradients_moved());
+  return before.is_open && before.versions != detail::versions_of_gradients(optimizer_);
 }
 
 inline void Accumulation::accept_scaled(const Look& before) {
