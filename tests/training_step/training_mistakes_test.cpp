@@ -124,6 +124,19 @@ TEST_P(FunctionOfATrainingStep, ThatCallsBackwardLaterInAWindowIsToldOnce) {
   EXPECT_EQ(warnings.text().find(text), warnings.text().rfind(text));
 }
 
+TEST(FunctionOfATrainingStepInAWindow, ThatClearsGradientsIsAnErrorAlthoughItScalesALoss) {
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  TrainingStep train(net, optimizer, scaled(2));
+  train([&] { return loss_of(net, batch_of(at::kCPU, 0)); });
+  EXPECT_ERROR(train([&] {
+                 optimizer.zero_grad();
+                 train.scaler().scale(net->last->weight.sum()).backward();
+                 return loss_of(net, batch_of(at::kCPU, 1));
+               }),
+               "are gone");
+}
+
 TEST(FunctionOfATrainingStepWithMasters, ThatCallsBackwardIsAnError) {
   for (const auto& [storage, main_gradients] : {std::pair(MasterStorage::full, false),
                                                 {MasterStorage::full, true},

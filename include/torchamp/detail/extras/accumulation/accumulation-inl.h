@@ -188,7 +188,9 @@ inline bool Accumulation::has_changed(const Look& before) const {
 inline void Accumulation::accept_scaled(const Look& before) {
   const detail::StepOrder& order = detail::ScalerParts::ledger(scaler_).order;
   const bool may_be_scaled = order.was_scaled_since(before.time) || order.was_asked();
-  if (before.is_as_left && may_be_scaled && has_changed(before)) note_gradients();
+  if (!before.is_as_left || !may_be_scaled || !has_changed(before)) return;
+  // Where some are gone, as by zero_grad(), check_window() tells of it.
+  if (detail::count_gradients(optimizer_) >= gradients_) note_gradients();
 }
 
 inline void Accumulation::warn_of_writes() {
