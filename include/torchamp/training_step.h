@@ -319,8 +319,11 @@ class TrainingStep {
     const auto before = accumulation_ ? accumulation_->look() : Accumulation::Look{};
     at::Tensor loss;
     try {
-      const AutocastGuard autocast(device_.type(), autocast_);
-      loss = group_ ? group_->forward([&]() -> at::Tensor { return function(); }) : function();
+      {
+        const AutocastGuard autocast(device_.type(), autocast_);
+        loss = group_ ? group_->forward([&]() -> at::Tensor { return function(); }) : function();
+      }
+      check_loss(loss);
     } catch (...) {
       if (accumulation_ && accumulation_->has_changed(before)) drop_window();
       throw;
@@ -330,6 +333,7 @@ class TrainingStep {
     return learn(std::move(loss));
   }
   void warn_of_evaluation_mode();
+  void check_loss(const at::Tensor& loss) const;
   TrainingResult learn(at::Tensor loss);
   void check_not_used() const;
   void check_no_backward(const detail::StepOrder& order);

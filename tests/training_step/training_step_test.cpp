@@ -353,13 +353,22 @@ TEST(TrainingStep, DropsTheWindowWhoseFunctionFailsAfterABackwardOfItsOwn) {
       expected([&] { return loss_of(calm, batch_of(at::kCPU, i)); });
       if (i % parts == 0) {
         if (parts == 2) train([&] { return loss_of(shaken, batch_of(at::kCPU, 70)); });
+        const auto backward_of_a_part = [&] {
+          train.scaler().scale(loss_of(shaken, batch_of(at::kCPU, 71))).backward();
+        };
         EXPECT_THROW(train([&]() -> Tensor {
-                       const Tensor part = loss_of(shaken, batch_of(at::kCPU, 71));
-                       train.scaler().scale(part).backward();
+                       backward_of_a_part();
                        throw std::runtime_error("no second part");
                      }),
                      std::runtime_error);
         EXPECT_EQ(train.pending(), 0);
+        if (parts == 2) train([&] { return loss_of(shaken, batch_of(at::kCPU, 70)); });
+        EXPECT_ERROR(train([&] {
+                       backward_of_a_part();
+                       return at::ones({2});
+                     }),
+                     "a tensor of shape [2]");
+        EXPECT_EQ(train.pending(), 0) << "and what it returned was no loss";
       }
       train([&] { return loss_of(shaken, batch_of(at::kCPU, i)); });
     }

@@ -260,7 +260,8 @@ inline void TrainingStep::warn_of_evaluation_mode() {
       "This warning is given once.");
 }
 
-inline TrainingResult TrainingStep::learn(at::Tensor loss) {
+/// Throws for what the function must not return.
+inline void TrainingStep::check_loss(const at::Tensor& loss) const {
   constexpr const char* text =
       "TrainingStep: the function must return the loss: a scalar computed from the parameters, "
       "with grad mode on. ";
@@ -271,10 +272,13 @@ inline TrainingResult TrainingStep::learn(at::Tensor loss) {
   const detail::StepLedger& ledger = detail::ScalerParts::ledger(*scaler_);
   ledger.scaled.check_not_in(loss, "TrainingStep");
   detail::check_not_scaled_within(loss, "TrainingStep", ledger.scaled, ledger.order);
+}
+
+inline TrainingResult TrainingStep::learn(at::Tensor loss) {
   std::optional<StepResult> step;
   try {
     if (!accumulation_) check_not_used();
-    if (pending() == 0) check_no_backward(ledger.order);
+    if (pending() == 0) check_no_backward(detail::ScalerParts::ledger(*scaler_).order);
     if (accumulation_) {
       step = accumulation_->backward(loss);
     } else {
