@@ -162,7 +162,7 @@ class PrecisionAudit {
   /// the latter if that is within the budget. Gradients that are not finite are never within it.
   /// Errors: nothing has been measured; a budget or limit below 0; grad mode off; a model that is
   /// by now frozen or in 16 bits, or has gradients that are not finite in fp32; and whatever the
-  /// step throws, but under Policy::torch(), whose error is then infinite.
+  /// step throws. (If it throws under Policy::torch(), that policy's error is infinite instead.)
   AuditedPolicy policy(const AuditBudget& budget = {}) const;
 
  private:

@@ -28,11 +28,10 @@
 #include "torchamp/detail/extras/io/archives.h"
 #include "torchamp/detail/extras/io/checkpoint_values.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
+#include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
-
-class GradScaler;
 
 /// Saves a run to a file, and resumes it: model, optimizer, scaler and other objects of the
 /// program, and the random states of the CPU and of the devices in use.
@@ -91,8 +90,8 @@ class TrainingCheckpoint {
 
   /// Writes the file, or throws and leaves the old one. If the process is killed or the power
   /// fails, either the old file or the new one is there, complete; see Note [Atomic files]. The new
-  /// one has the old one's mode and, as far as the system permits, its owner and group. Reads the
-  /// devices.
+  /// one has the old one's mode (on Linux its access list, too) and, as far as the system permits,
+  /// its owner and group. Reads the devices.
   void save() const { save({local_part()}); }
 
   /// Loads the added objects; false if there is no file, also for a mistyped path. Tensors,

@@ -150,12 +150,13 @@ inline void Accumulation::check_open() const {
 }
 
 inline void Accumulation::check_window(const char* call) const {
-  TORCH_CHECK(version_of_scale() == version_, call, ": the scale has changed after ",
-              window_->pending, " of ", micro_batches_,
-              " micro-batches, whose gradients have the old scale. Leave step and update to ",
-              terms_.owner,
-              ", set the scale between two windows, and give what steps meanwhile another scaler. ",
-              terms_.drop);
+  TORCH_CHECK(
+      version_of_scale() == version_, call, ": the scale has changed after ", window_->pending,
+      " of ", micro_batches_,
+      " micro-batches, whose gradients have the old scale. Leave step and update to ", terms_.owner,
+      ", set the scale between two windows, and give each optimizer that steps within one a "
+      "scaler of its own. ",
+      terms_.drop);
   TORCH_CHECK(detail::count_gradients(optimizer_) >= gradients_, call, ": the gradients of ",
               window_->pending, " of ", micro_batches_,
               " micro-batches are gone. Leave out zero_grad(): ", terms_.owner,

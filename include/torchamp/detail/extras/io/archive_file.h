@@ -30,8 +30,8 @@ namespace torchamp::detail {
 // A file is written under another name in the same folder, flushed to the disk, and renamed
 // atomically; then the folder is flushed. Whenever the process or the machine stops, either the old
 // file or the new one is complete. A killed process leaves the other file behind; the next
-// writer detects and removes it. The new file gets the old one's mode and owner; before that only
-// its writer can access it. See Note [Files of two systems].
+// writer detects and removes it. The new file gets the old one's mode, access list and owner;
+// before that only its writer can access it. See Note [Files of two systems].
 
 /// A file that replaces `path` at commit(), and is removed without.
 class AtomicFile {
