@@ -14,7 +14,9 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
+#include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/scaler/read_once.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/detail/extras/accumulation/accumulation.h"
@@ -102,6 +104,7 @@ class Accumulation {
     bool is_as_left;    ///< whether the gradients were as the last backward() has left them
     uint64_t versions;  ///< of the gradients: changes where they do
     uint64_t time;      ///< PlainClips::tick()
+    std::vector<detail::WeakTensor> gradients;
   };
   /// For the library's own headers: how they are now.
   Look look() const;

@@ -104,6 +104,39 @@ TEST(TrainingGroup, GoesOnAfterABackwardInTheFunction) {
   }
 }
 
+TEST(TrainingGroup, DropsTheWindowOfShardedMastersWhoseFunctionFailsAfterABackwardOfItsOwn) {
+  if (ran_in_processes(2)) return;
+  const auto group = make_group();
+  const auto options = [&] {
+    return torchamp::TrainingStepOptions{
+        .scaler = GradScalerOptions{.init_scale = 64.},
+        .micro_batches = 3,
+        .masters = torchamp::ShardedMasterWeightsOptions{.dtype = at::kBFloat16},
+        .group = group};
+  };
+  const auto make = [](auto parameters) {
+    return std::make_unique<torchamp::FusedAdamW>(parameters, torch::optim::AdamWOptions(0.02));
+  };
+  Net calm = make_net(at::kCPU), shaken = make_net(at::kCPU);
+  TrainingStep expected(calm, make, options()), train(shaken, make, options());
+  const auto loss = [&](Net& net, int number) {
+    const auto batch = batch_of(at::kCPU, 1000 * group->getRank() + number);
+    return loss_of(net->forward(batch[0]), batch);
+  };
+  train([&] { return loss(shaken, 70); });
+  EXPECT_ERROR(train([&]() -> Tensor {
+                 train.scaler().scale(loss(shaken, 71)).backward();
+                 TORCH_CHECK(false, "no second part");
+               }),
+               "no second part");
+  EXPECT_EQ(train.pending(), 0);
+  for (int i = 0; i < 6; ++i) {
+    expected([&] { return loss(calm, i); });
+    train([&] { return loss(shaken, i); });
+  }
+  expect_same_weights(shaken, calm);
+}
+
 TEST(TrainingGroup, SpreadsMastersOverTheProcesses) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();

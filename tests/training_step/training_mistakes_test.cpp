@@ -137,6 +137,20 @@ TEST(FunctionOfATrainingStepInAWindow, ThatClearsGradientsIsAnErrorAlthoughItSca
                "are gone");
 }
 
+TEST(FunctionOfATrainingStepInAWindow, ThatClearsGradientsIsToldWhereItsOwnLossMakesThemAnew) {
+  const CollectedWarnings warnings;
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  TrainingStep train(net, optimizer, scaled(2));
+  train([&] { return loss_of(net, batch_of(at::kCPU, 0)); });
+  train([&] {
+    optimizer.zero_grad();
+    train.scaler().scale(loss_of(net, batch_of(at::kCPU, 1))).backward();
+    return loss_of(net, batch_of(at::kCPU, 2));
+  });
+  EXPECT_THAT(warnings.text(), testing::HasSubstr("were written to or replaced"));
+}
+
 TEST(FunctionOfATrainingStepWithMasters, ThatCallsBackwardIsAnError) {
   for (const auto& [storage, main_gradients] : {std::pair(MasterStorage::full, false),
                                                 {MasterStorage::full, true},

@@ -7,6 +7,7 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -178,8 +179,14 @@ inline bool Accumulation::is_as_left() const {
 
 inline Accumulation::Look Accumulation::look() const {
   if (window_->pending == 0) return {};
-  return {true, is_as_left(), detail::versions_of_gradients(optimizer_),
-          detail::PlainClips::tick()};
+  Look look{true,
+            is_as_left(),
+            detail::versions_of_gradients(optimizer_),
+            detail::PlainClips::tick(),
+            {}};
+  detail::for_each_gradient(
+      optimizer_, [&look](const at::Tensor& gradient) { look.gradients.emplace_back(gradient); });
+  return look;
 }
 
 inline bool Accumulation::has_changed(const Look& before) const {
@@ -190,8 +197,9 @@ inline void Accumulation::accept_scaled(const Look& before) {
   const detail::StepOrder& order = detail::ScalerParts::ledger(scaler_).order;
   const bool may_be_scaled = order.was_scaled_since(before.time) || order.was_asked();
   if (!before.is_as_left || !may_be_scaled || !has_changed(before)) return;
-  // Where some are gone, as by zero_grad(), check_window() tells of it.
-  if (detail::count_gradients(optimizer_) >= gradients_) note_gradients();
+  // Where some are gone, as by zero_grad(), check_window() or warn_of_writes() tells of it.
+  const bool any_gone = std::ranges::any_of(before.gradients, &detail::WeakTensor::is_gone);
+  if (!any_gone && detail::count_gradients(optimizer_) >= gradients_) note_gradients();
 }
 
 inline void Accumulation::warn_of_writes() {

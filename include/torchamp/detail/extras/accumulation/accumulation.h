@@ -105,20 +105,29 @@ inline void take_unscaled(StepLedger& ledger, torch::optim::Optimizer& optimizer
                                      .shards = shards_of(optimizer, "GradScaler::step")};
 }
 
-/// Changes, but for chance, where a gradient is written to or replaced, or that of a weight whose
-/// master the optimizer has.
+/// Calls f(gradient) with those that a window of the optimizer has: of its parameters, of weights
+/// whose masters these are, and those in the model that were not sent to shards.
+template <class F>
+void for_each_gradient(const torch::optim::Optimizer& optimizer, const F& f) {
+  const auto visit = [&f](const at::Tensor& parameter) {
+    if (parameter.defined() && gradient_of(parameter).defined()) f(gradient_of(parameter));
+  };
+  any_parameter(optimizer, [&visit](const at::Tensor& parameter) {
+    visit(parameter);
+    visit(narrow_of(parameter));
+    return false;
+  });
+  if (const auto unsent = unsent_of(optimizer)) {
+    for (const at::Tensor& parameter : unsent->parameters()) visit(parameter);
+  }
+}
+
+/// Changes, but for chance, where one of these is written to or replaced.
 inline uint64_t versions_of_gradients(const torch::optim::Optimizer& optimizer) {
   uint64_t sum = 0;
-  const auto add = [&sum](const at::Tensor& parameter) {
-    if (!parameter.defined() || !gradient_of(parameter).defined()) return;
-    const at::Tensor& gradient = gradient_of(parameter);
+  for_each_gradient(optimizer, [&sum](const at::Tensor& gradient) {
     sum = sum * 31 + reinterpret_cast<std::uintptr_t>(gradient.unsafeGetTensorImpl());
     sum = sum * 31 + version_of(gradient);
-  };
-  any_parameter(optimizer, [&add](const at::Tensor& parameter) {
-    add(parameter);
-    add(narrow_of(parameter));
-    return false;
   });
   return sum;
 }

@@ -37,8 +37,8 @@ inline std::optional<SafeAccumulationResult> SafeAccumulation::backward(const at
   detail::check_not_scaled_within(loss, "SafeAccumulation::backward",
                                   detail::ScalerParts::ledger(scaler_).scaled,
                                   detail::ScalerParts::ledger(scaler_).order);
+  detail::check_is_loss(loss, "SafeAccumulation::backward");
   const at::Tensor scaled = scaler_.scale(loss);
-  detail::check_is_loss(scaled, "SafeAccumulation::backward");
   warn_of_others("backward");
   detail::clear_gradients(optimizer_);
   detail::drop_model_gradients(optimizer_);  // left by an exception

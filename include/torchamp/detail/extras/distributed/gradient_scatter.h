@@ -52,6 +52,7 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
   /// Whether backward sends; otherwise gradients accumulate in place, in fp32.
   bool& sends() { return sends_; }
 
+  const std::vector<at::Tensor>& parameters() const override { return parameters_; }
   bool any() const override {
     return has_unsent_ && std::ranges::any_of(parameters_, [](const at::Tensor& parameter) {
              return parameter.unsafeGetTensorImpl()->grad().defined();

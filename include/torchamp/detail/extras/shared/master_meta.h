@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
@@ -30,6 +31,8 @@ class UnsentGradients {
  public:
   virtual ~UnsentGradients() = default;
 
+  /// Of the model: those that the shards are of.
+  virtual const std::vector<at::Tensor>& parameters() const = 0;
   /// Whether there are any from passes within no_sync().
   virtual bool any() const = 0;
   /// Sends them, as the end of a backward pass outside no_sync() does. Collective.
