@@ -123,6 +123,14 @@ std::vector<std::string> read_module(const torch::nn::Module& module,
   return left;
 }
 
+/// Whether tensors of dtype `to` hold those of `from`, up to their range and precision: no complex
+/// numbers in real ones, nor fractions in integers.
+inline bool holds_numbers_of(at::ScalarType to, at::ScalarType from) {
+  if (c10::isComplexType(from)) return c10::isComplexType(to);
+  if (c10::isFloatingType(from)) return !c10::isIntegralType(to, /*includeBool=*/true);
+  return true;
+}
+
 /// Each parameter and buffer of `module`, with its value in the archive. Throws for one that is
 /// missing, has another shape or kind of dtype or cannot be filled, and if the archive has more.
 /// For load() of `masters`, a class that saves a model.
@@ -138,9 +146,9 @@ inline std::vector<std::pair<at::Tensor, at::Tensor>> read_all(
         TORCH_CHECK(from.defined(), place, "the archive has no '", name, "'", remedy);
         TORCH_CHECK(from.sizes() == to.sizes(), place, "'", name, "' is ", from.sizes(),
                     " in the archive and ", to.sizes(), " in the model", remedy);
-        TORCH_CHECK(!to.defined() || c10::canCast(from.scalar_type(), to.scalar_type()), place, "'",
-                    name, "' is ", from.scalar_type(), " in the archive and ", to.scalar_type(),
-                    " in the model, which cannot hold such numbers", remedy);
+        TORCH_CHECK(!to.defined() || holds_numbers_of(to.scalar_type(), from.scalar_type()), place,
+                    "'", name, "' is ", from.scalar_type(), " in the archive and ",
+                    to.scalar_type(), " in the model, which cannot hold such numbers", remedy);
         TORCH_CHECK(!to.defined() || !repeats_elements(to), place, "several elements of '", name,
                     "' (sizes ", to.sizes(), ", strides ", to.strides(),
                     ") share memory, as after expand(), so a file cannot fill it. Give it "

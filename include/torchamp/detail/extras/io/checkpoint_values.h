@@ -253,9 +253,10 @@ class WeightsInPlace {
 inline std::function<void()> keep_scaler(GradScaler& scaler) {
   for (const auto& weak : ScalerParts::ledger(scaler).windows) {
     const auto window = weak.lock();
-    TORCH_CHECK(!window || window->pending == 0,
-                "a window of gradient accumulation is open. First end it: Accumulation::flush() or "
-                "SafeAccumulation::step() steps with it, discard() drops it.");
+    TORCH_CHECK(
+        !window || window->pending == 0,
+        "this is within a window of gradient accumulation. First end it: Accumulation::flush() or "
+        "SafeAccumulation::step() steps with it, discard() drops it.");
   }
   if (!scaler.is_enabled()) return [] {};
   const LossScale& scale = ScalerParts::scale(scaler);
