@@ -300,7 +300,9 @@ TEST(TrainingStep, GoesOnAfterAnExceptionOfTheFunctionAsIfItHadNotBeenCalled) {
                    }),
                    std::runtime_error);
       EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
-      EXPECT_ERROR(train([&] { return at::ones({2}); }), "a tensor of shape [2]");
+      EXPECT_ERROR(train([&] { return at::ones({2}); }),
+                   "must return the loss: a scalar computed from the parameters, with grad mode "
+                   "on. It returned a tensor of shape [2]: return its mean() or sum().");
       train([&] { return loss_of(shaken, batch_of(at::kCPU, i)); });
     }
     expect_same_weights(shaken, calm);
