@@ -3,7 +3,6 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torchamp/predictive_scale.h>
 
 #include <memory>
 
@@ -34,8 +33,6 @@ TEST(CapturedScale, MovesAsTheOptionsSay) {
   EXPECT_NEAR(moved(options, true).first, 4., 1e-5);
   options.growth_interval = 2;
   EXPECT_EQ(moved(options, false), std::pair(8., 8.));
-  options = GradScalerOptions::predictive();
-  EXPECT_EQ(moved(options, false), std::pair(8., options.max_scale));
 }
 
 TEST(CapturedScale, WantsRoomForReplaysThatMoveIt) {

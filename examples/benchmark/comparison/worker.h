@@ -2,7 +2,6 @@
 #pragma once
 
 #include <torch/version.h>
-#include <torchamp/host_memory.h>
 
 #include <algorithm>
 #include <exception>
@@ -113,9 +112,6 @@ inline int serve(const WorkerOptions& options) {
     return 1;
   };
   try {
-    if (options.way.variant == "kept") {
-      TORCH_CHECK(torchamp::keep_host_memory(), "this process's malloc is not glibc's");
-    }
     if (options.threads > 0) torch::set_num_threads(static_cast<int>(options.threads));
     const at::Device device(options.device);
     use_once(options, device);

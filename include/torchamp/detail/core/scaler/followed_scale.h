@@ -77,10 +77,10 @@ class FollowedScale {
     SkipWarning warning;
   };
 
-  /// Whether anybody asks how small the scale may be: a fixed one stays, one that follows gradients
-  /// or that unseen replays change may be anything.
+  /// Whether anybody asks how small the scale may be: a fixed one stays, one
+  /// that unseen replays change may be anything.
   bool needs_lower_bound(const GradScalerOptions& options) const {
-    return options.dynamic && !options.follows_gradients && replays_ != Replays::unseen;
+    return options.dynamic && replays_ != Replays::unseen;
   }
 
   bool is_replayed() const { return replays_ != Replays::none; }

@@ -55,9 +55,9 @@ class ScaleBound {
   void update(const GradScalerOptions& options, bool lowers) {
     if (!options.dynamic) return;
     take_copies();
-    now_.update(options, lowers, options.max_scale);
+    now_.update(options, lowers);
     if (lowers) now_.at_least = std::max(now_.at_least, options.min_scale);
-    for (Copy& copy : under_way_) copy.since.update(options, lowers, infinity);
+    for (Copy& copy : under_way_) copy.since.update(options, lowers);
   }
 
   /// Has the scale copied to the host if it may be near 1, and no copy is under way.
@@ -75,12 +75,9 @@ class ScaleBound {
     double at_least, at_most;
     int64_t good_in_a_row;  ///< what the growth tracker may be
 
-    /// `most`: what a rule that may grow sooner may raise it to.
-    void update(const GradScalerOptions& options, bool lowers, double most) {
+    void update(const GradScalerOptions& options, bool lowers) {
       if (lowers) at_least *= options.backoff_factor * (1. - 0x1p-23);  // the device rounds
-      if (options.follows_gradients) {
-        at_most = most;
-      } else if (++good_in_a_row >= options.growth_interval) {
+      if (++good_in_a_row >= options.growth_interval) {
         good_in_a_row = 0;
         at_most *= options.growth_factor;
       }
