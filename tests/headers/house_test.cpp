@@ -53,10 +53,8 @@ constexpr PublicHeaders public_headers[] = {
     {"clip_grad.h", "scaler"},
     {"grad_scaler.h", "scaler"},
     {"grad_scaler_options.h", "scaler"},
-    {"step_result.h", "scaler"},
     // the extras
     {"accumulat", "accumulation"},
-    {"safe_accumulation.h", "accumulation"},
     {"audit_row.h", "audit"},
     {"precision_audit.h", "audit"},
     {"distributed/", "distributed"},
@@ -78,8 +76,6 @@ constexpr PublicHeaders public_headers[] = {
     {"weight_cache.h", "weights"},
     // topics of one file
     {"closure_step.h", "closure_step"},
-    {"host_memory.h", "host_memory"},
-    {"predictive_scale.h", "predictive_scale"},
 };
 
 // ---- Reading ------------------------------------------------------------------------------------

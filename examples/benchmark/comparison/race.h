@@ -105,15 +105,15 @@ inline std::string policy_file(const Plan& plan, const Race& race, const std::st
 
 inline std::vector<std::string> worker_command(const Plan& plan, const Race& race, const Way& way) {
   std::vector<std::string> command;
+  if (way.variant == "kept") {
+    // glibc then returns no freed memory to the kernel; see recipes.md in the guide.
+    command = {"env", "MALLOC_MMAP_MAX_=0", "MALLOC_TRIM_THRESHOLD_=2147483647",
+               "MALLOC_TOP_PAD_=67108864"};
+  }
   if (way.is_python()) {
-    // What torchamp::keep_host_memory() asks of glibc, asked from outside.
-    if (way.variant == "kept") {
-      command = {"env", "MALLOC_MMAP_MAX_=0", "MALLOC_TRIM_THRESHOLD_=2147483647",
-                 "MALLOC_TOP_PAD_=67108864"};
-    }
     command.insert(command.end(), {plan.python, "-B", plan.worker_script});
   } else {
-    command = {plan.self, "--worker"};
+    command.insert(command.end(), {plan.self, "--worker"});
   }
   const auto add = [&](const char* name, const std::string& value) {
     command.emplace_back(name);

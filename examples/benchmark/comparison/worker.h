@@ -3,7 +3,6 @@
 
 #include <ATen/Context.h>
 #include <torch/version.h>
-#include <torchamp/host_memory.h>
 
 #include <algorithm>
 #include <exception>
@@ -114,9 +113,6 @@ inline int serve(const WorkerOptions& options) {
     return 1;
   };
   try {
-    if (options.way.variant == "kept") {
-      TORCH_CHECK(torchamp::keep_host_memory(), "this process's malloc is not glibc's");
-    }
     if (options.threads > 0) torch::set_num_threads(static_cast<int>(options.threads));
     const at::Device device(options.device);
     if (options.way.is_tf32()) {
