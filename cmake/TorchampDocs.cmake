@@ -18,7 +18,7 @@ set(_torchamp_docs_headers
     autocast autocast_state cast_cache weight_cache policy fp8 fp8_options policy_text policy_file ops
     rule
     grad_scaler grad_scaler_options predictive_scale closure_step step_result missing_gradients
-    accumulate accumulation safe_accumulation optim scaled_step clip_grad cuda_graph
+    accumulate accumulation safe_accumulation optim muon_options split_for_muon lr_scheduler scaled_step clip_grad cuda_graph
     # Models
     custom_function module_policy recompute host_memory master_weights
     # To look at

@@ -49,6 +49,7 @@ constexpr PublicHeaders public_headers[] = {
     {"cast_cache.h", "autocast"},
     {"missing_gradients.h", "gradients"},
     {"scaled_step.h", "gradients"},
+    {"muon_options.h", "optim"},
     {"optim.h", "optim"},
     {"clip_grad.h", "scaler"},
     {"grad_scaler.h", "scaler"},
@@ -79,7 +80,9 @@ constexpr PublicHeaders public_headers[] = {
     // rooms of one file
     {"closure_step.h", "closure_step"},
     {"host_memory.h", "host_memory"},
+    {"lr_scheduler.h", "lr_scheduler"},
     {"predictive_scale.h", "predictive_scale"},
+    {"split_for_muon.h", "split_for_muon"},
 };
 
 // ---- Reading ------------------------------------------------------------------------------------
