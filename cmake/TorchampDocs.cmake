@@ -18,7 +18,7 @@ set(_torchamp_docs_headers
     autocast autocast_state cast_cache weight_cache policy fp8 fp8_options policy_text policy_file ops
     rule
     grad_scaler grad_scaler_options closure_step missing_gradients
-    accumulate optim scaled_step clip_grad cuda_graph
+    accumulate optim muon_options split_for_muon lr_scheduler scaled_step clip_grad cuda_graph
     # Models
     custom_function module_policy recompute master_weights
     # To look at

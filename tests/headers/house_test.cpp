@@ -49,6 +49,7 @@ constexpr PublicHeaders public_headers[] = {
     {"cast_cache.h", "autocast"},
     {"missing_gradients.h", "gradients"},
     {"scaled_step.h", "gradients"},
+    {"muon_options.h", "optim"},
     {"optim.h", "optim"},
     {"clip_grad.h", "scaler"},
     {"grad_scaler.h", "scaler"},
@@ -76,6 +77,8 @@ constexpr PublicHeaders public_headers[] = {
     {"weight_cache.h", "weights"},
     // topics of one file
     {"closure_step.h", "closure_step"},
+    {"lr_scheduler.h", "lr_scheduler"},
+    {"split_for_muon.h", "split_for_muon"},
 };
 
 // ---- Reading ------------------------------------------------------------------------------------
