@@ -45,7 +45,7 @@ namespace torchamp::detail {
 // afterwards is stepped with (but see GradScalerOptions::recheck). A skipped step leaves the other
 // gradients unscaled. With a ScaledStep optimizer that is "ready", the gradients are only checked
 // and the division is left to the optimizer. Below a scale of 1, dividing may turn a finite
-// gradient into an inf, which is looked for, too; see Note [A scale below 1].
+// gradient into an inf, so the quotients are checked, too; see LossScale::may_be_below_one().
 
 /// What a StepResult answers from; shared by its copies. At first, that of a disabled scaler.
 struct StepRecord {
@@ -55,7 +55,6 @@ struct StepRecord {
   ReadOnce<double> skips{.on_host = 0.};  ///< bad iterations in a row before this one
   at::Tensor value{};                     ///< what the optimizer's step returned
   std::vector<MissingGradient> missing{};
-  int64_t attempts = 1;  ///< evaluations of the first loss, for closures
 };
 
 /// How far an optimizer has come in this iteration, see Note [An iteration].
@@ -70,7 +69,6 @@ struct OptimizerState {
   };
   Stage stage = Stage::ready;
   ReadOnce<bool> found_inf{};  ///< 0 or 1; undefined while ready
-  at::Tensor amax{};           ///< magnitude of the scaled gradients, where the update wants it
   bool had_gradients = false;  ///< at least one was checked
   Agreement agreement = Agreement::none;
   bool in_closure = false;           ///< a step with a closure is being made
@@ -147,15 +145,12 @@ struct AccumulationWindow {
 /// come.
 class StepLedger {
  public:
-  explicit StepLedger(const LossScale& scale)
-      : order(!scale.options().dynamic),
-        losses(scale.rule() ? scale.rule()->watch_losses(scale.options()) : nullptr) {}
+  explicit StepLedger(const LossScale& scale) : order(!scale.options().dynamic) {}
 
   OptimizerStates optimizers;
   ScaledOutputs scaled;
   mutable StepOrder order;                                 // being asked for the scale counts
   std::vector<std::weak_ptr<AccumulationWindow>> windows;  // that take gradients from this scaler
-  std::unique_ptr<LossWatch> losses;                       // with forgives_bad_losses
 
   /// A loss has become `scaled_output`: whoever scales that once more is told, and its backward
   /// tells that it has run. A number without a graph is no loss: the program gets the scale by it.
@@ -183,8 +178,7 @@ class StepLedger {
 
   /// The optimizer of `state` has stepped or been skipped; what a StepResult answers from.
   std::shared_ptr<StepRecord> finish(OptimizerState& state, const LossScale& scale,
-                                     at::Tensor value, std::vector<MissingGradient> missing,
-                                     int64_t attempts = 1) {
+                                     at::Tensor value, std::vector<MissingGradient> missing) {
     state.stage = OptimizerState::Stage::stepped;
     auto record = std::make_shared<StepRecord>();
     record->found_inf = state.found_inf;
@@ -193,7 +187,6 @@ class StepLedger {
     record->skips = scale.skips_once();
     record->value = std::move(value);
     record->missing = std::move(missing);
-    record->attempts = attempts;
     if (!scale.host()) records_.push_back(record);
     return record;
   }
@@ -215,7 +208,6 @@ class StepLedger {
     optimizers.clear();
     const ScaledBackward::Told told = order.end_iteration();
     std::erase_if(records_, [](const auto& record) { return record.expired(); });
-    if (losses) losses->forget();
     // Last: a warning may run the program's code, which may throw.
     if (unchecked_step) UncheckedSteps::warn_of_it();
     if (told.plain_step) StepOrder::warn_of_plain_step();
