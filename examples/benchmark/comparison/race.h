@@ -16,6 +16,7 @@
 
 #include "benchmark/comparison/child_process.h"
 #include "benchmark/comparison/contestant.h"
+#include "benchmark/comparison/make_optimizer.h"
 #include "benchmark/comparison/way.h"
 #include "benchmark/models.h"
 #include "support/format.h"
@@ -65,6 +66,13 @@ inline std::string why_not(const Plan& plan, const ModelEntry& model, const Way&
   if (way.variant == "recomputed" && !make()->recompute()) return "its layers cannot be recomputed";
   if (way.variant == "unfused" && !make()->add_biases_apart()) {
     return "it has no torch::nn::Linear for inputs of three dimensions";
+  }
+  if (way.optimizer == "muon") {
+    const NamedParameters parameters = named_parameters(make()->module());
+    if (std::none_of(parameters.begin(), parameters.end(),
+                     [](const auto& one) { return is_for_muon(one.first, one.second); })) {
+      return "it has no list of layers with matrices";
+    }
   }
   if (way.variant == "masters" && make()->recipe().weight_average) {
     return "the average of the weights would be one of weights in 16 bits";
