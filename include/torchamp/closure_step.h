@@ -158,7 +158,7 @@ class ClosureStep<GradScaler> {
   StepResult step_scaled() {
     using Stage = OptimizerState::Stage;
     const OptimizerState& state = ledger_.optimizers.of(optimizer_);
-    check_not_stepped(state);
+    check_allowed(state, Call::step, "GradScaler::step");
     TORCH_CHECK(state.stage == Stage::ready,
                 "GradScaler::step: the gradients of this optimizer have been unscaled. With a "
                 "closure, step computes and unscales them itself: leave unscale_ out.");
@@ -178,14 +178,16 @@ class ClosureStep<GradScaler> {
     std::vector<MissingGradient> missing;
     at::Tensor value;
     if (!first.state.had_gradients) {
-      missing = ledger_.report_missing(optimizer_, scale_.scale().device());
+      missing = missing_gradients(optimizer_, scale_.scale().device());
     } else if (finite) {
       value = step_from(first);
     }
     OptimizerState& stepped = ledger_.optimizers.of(optimizer_);  // the closure may use others
     stepped = std::move(first.state);
-    return ScalerParts::result(
-        ledger_.finish(stepped, scale_, std::move(value), std::move(missing), first.attempts));
+    const auto record =
+        ledger_.finish(stepped, scale_, std::move(value), std::move(missing), first.attempts);
+    ledger_.warn_of_missing(record->missing);
+    return ScalerParts::result(record);
   }
 
   /// The result of the optimizer's step; undefined, with everything restored, if it was abandoned.

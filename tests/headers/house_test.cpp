@@ -29,8 +29,8 @@ using Names = std::set<std::string>;
 // ---- What the house has -------------------------------------------------------------------------
 
 /// The folders of detail/core/, from the lowest floor up.
-constexpr std::string_view floors[] = {"base",      "runtime", "policy", "autocast",
-                                       "gradients", "optim",   "scaler"};
+constexpr std::string_view floors[] = {"base",      "runtime", "policy",      "autocast",
+                                       "gradients", "optim",   "check_order", "scaler"};
 /// Of torchamp.h, which has all of the core and nothing above it.
 constexpr std::string_view whole_core = "torchamp.h";
 

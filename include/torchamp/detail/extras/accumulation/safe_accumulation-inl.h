@@ -15,6 +15,7 @@
 #include "torchamp/accumulate.h"
 #include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/gradients/clip_calls.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/version.h"
@@ -34,9 +35,8 @@ inline std::optional<SafeAccumulationResult> SafeAccumulation::backward(const at
               "SafeAccumulation::backward: the step with ", window_->pending,
               " micro-batches has failed, so the window accepts no more. Call flush() to try the "
               "step again, or discard() to drop the window.");
-  detail::check_not_scaled_within(loss, "SafeAccumulation::backward",
-                                  detail::ScalerParts::ledger(scaler_).scaled,
-                                  detail::ScalerParts::ledger(scaler_).order);
+  detail::check_not_scaled(loss, "SafeAccumulation::backward",
+                           detail::ScalerParts::ledger(scaler_));
   detail::check_is_loss(loss, "SafeAccumulation::backward");
   const at::Tensor scaled = scaler_.scale(loss);
   warn_of_others("backward");
@@ -65,7 +65,7 @@ inline std::optional<SafeAccumulationResult> SafeAccumulation::backward(const at
   }
   if (++window_->pending == 1) {
     detail::note_open(detail::ScalerParts::ledger(scaler_), window_, optimizer_);
-    began_at_ = detail::PlainClips::tick();
+    began_at_ = detail::ClipCalls::now();
   }
   detail::clear_gradients(optimizer_);
   is_clear_ = true;
@@ -83,7 +83,7 @@ inline SafeAccumulationResult SafeAccumulation::step(const std::function<void()>
   TORCH_CHECK(window_->pending > 0,
               "SafeAccumulation::step: there is no micro-batch. Call backward(loss) first.");
   check_ready("step");
-  TORCH_CHECK(call || !detail::PlainClips::any_in_vain_since(began_at_, optimizer_, false),
+  TORCH_CHECK(call || !detail::ClipCalls::was_in_vain(began_at_, optimizer_),
               "SafeAccumulation::step: a clip before this call found no gradients, since the "
               "sums are kept outside .grad. Clip in a function passed to before_step() or step(): "
               "step([&] { clip_grad_norm_(optimizer, 1.); }).");
