@@ -235,7 +235,9 @@ TEST(GradScalerLimits, WarnOfGradientsOfASkippedStepThatWereNotCleared) {
           const CollectedWarnings warnings;
           for (int i = 0; i < 133; ++i) {
             // At once, not after a hundred skips.
-            if (i == 2) EXPECT_EQ(count(warnings.text(), not_cleared), cleared == 0 ? 1U : 0U);
+            if (i == 2) {
+              EXPECT_EQ(count(warnings.text(), not_cleared), cleared == 0 ? 1U : 0U);
+            }
             const bool bad = cleared != 0 || i == 0;
             if (cleared == 1) optimizer->zero_grad(/*set_to_none=*/true);
             if (cleared == 2) optimizer->zero_grad(/*set_to_none=*/false);

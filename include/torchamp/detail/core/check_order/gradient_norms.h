@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/device_work.h"
+#include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/version.h"
 
@@ -33,11 +34,13 @@ namespace torchamp::detail {
 class GradientNorms {
  public:
   GradientNorms() = default;
-  /// Of gradients on one device, that of the first one.
+  /// Of gradients of 32 or 16 bits on one device, that of the first one.
   explicit GradientNorms(const std::vector<at::Tensor>& gradients) {
     for (const at::Tensor& gradient : gradients) {
-      const bool counts = gradient.defined() && gradient.layout() == at::kStrided &&
-                          gradient.is_floating_point() && gradient.numel() > 0;
+      const bool counts =
+          gradient.defined() && gradient.layout() == at::kStrided &&
+          (gradient.scalar_type() == at::kFloat || is_16_bit(gradient.scalar_type())) &&
+          gradient.numel() > 0;
       if (!counts || (!gradients_.empty() && gradient.device() != device_)) continue;
       device_ = gradient.device();
       gradients_.emplace_back(gradient);

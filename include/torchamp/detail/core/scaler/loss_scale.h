@@ -274,12 +274,8 @@ class LossScale {
   }
 
  private:
-  /// Graphs whose replays may change the scale.
-  enum class Replays {
-    none,
-    of_cuda_graph,  ///< which follows the skips in a row
-    unknown,
-  };
+  /// Whose replays may change the scale. A CudaGraph follows the skips in a row.
+  enum class Replays { none, of_cuda_graph, unknown };
 
   /// NaN if only the device knows the scale.
   double scale_on_host() const {
