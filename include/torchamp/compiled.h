@@ -52,5 +52,6 @@ template class FusedOptimizerOf<detail::AdamKernel>;
 template class FusedOptimizerOf<detail::AdamWKernel>;
 template class FusedOptimizerOf<detail::SgdKernel>;
 template class FusedOptimizerOf<detail::AdagradKernel>;
+template class FusedOptimizerOf<detail::MuonKernel>;
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -27,13 +27,6 @@ class GradScaler;
 namespace detail {
 struct ScalerParts;
 
-/// What torchamp/closure_step.h adds: see .github/CONTRIBUTING.md, An extra.
-template <class AnyScaler>
-class ClosureStep {
-  static_assert(sizeof(AnyScaler) == 0,
-                "torchamp: include torchamp/closure_step.h to step with a closure.");
-};
-
 /// What torchamp/torchamp.h adds.
 template <class AnyScaler>
 struct ScalerArchive {
@@ -80,10 +73,6 @@ class StepResult {
   /// What the optimizer's step returned: undefined in general, and if it did not step; with a
   /// closure, the loss.
   const at::Tensor& value() const { return record_->value; }
-
-  /// With a closure: how often the loss was evaluated before all its gradients were finite; 1 means
-  /// that the first attempt was good.
-  int64_t attempts() const { return record_->attempts; }
 
  private:
   friend class GradScaler;
@@ -151,31 +140,12 @@ class GradScaler {
   /// NaN. Once per optimizer between two calls of update(). An optimizer without any gradient is
   /// not stepped: one warning, and the result, name the parameters and the reasons. If
   /// `optimizer.step()` throws, step() may be called again. Within a region, later ops use the new
-  /// weights. Errors: LBFGS, which needs a closure; gradients that appeared after unscale_ had
-  /// found none, that MasterWeights::take_gradients() made after it, or of a parameter that was
-  /// added to the optimizer after it; a fused optimizer two of whose parameters share a gradient,
-  /// unless unscale_ has divided it; a gradient that another optimizer's unscale_ or step has
-  /// divided in this iteration.
+  /// weights. Errors: LBFGS, which needs a closure (step() in closure_step.h); gradients that
+  /// appeared after unscale_ had found none, that MasterWeights::take_gradients() made after it, or
+  /// of a parameter that was added to the optimizer after it; a fused optimizer two of whose
+  /// parameters share a gradient, unless unscale_ has divided it; a gradient that another
+  /// optimizer's unscale_ or step has divided in this iteration.
   StepResult step(torch::optim::Optimizer& optimizer);
-
-  /// Steps an optimizer that evaluates the loss itself, once or (LBFGS) many times:
-  ///
-  ///     scaler.step(lbfgs, [&] { return loss(model->forward(input), target); });
-  ///     scaler.update();
-  ///
-  /// `closure` computes the loss and nothing else (a call of backward() in it is an error): each
-  /// evaluation clears the gradients, scales, runs backward, unscales and checks. A non-finite
-  /// evaluation backs off the scale and is retried, up to `max_retries` times and while the scale
-  /// is above its floor. It is not retried if the loss itself is bad and forgives_bad_losses is
-  /// set. If no evaluation is finite, the step is skipped, and parameters and optimizer state are
-  /// restored from copies; state tensors that an optimizer which is not LibTorch's changes in place
-  /// are not. A FusedOptimizer's state needs no copy. Synchronises once per evaluation. Needs
-  /// torchamp/closure_step.h, see Note [A step with a closure] there.
-  template <class AnyScaler = GradScaler>
-  StepResult step(torch::optim::Optimizer& optimizer,
-                  const torch::optim::Optimizer::LossClosure& closure, int64_t max_retries = 8) {
-    return detail::ClosureStep<AnyScaler>(*this, optimizer, closure, max_retries).step();
-  }
 
   /// Forgets what this iteration has recorded about `optimizer`, for a program that drops its
   /// gradients after an error and continues. They then count as neither unscaled nor stepped; the
@@ -247,7 +217,7 @@ class GradScaler {
 
   /// For torch::save(scaler, path): writes the state, and the update's state beyond torch.amp's.
   /// Save after update(): an error after unscale_() or step(), and within a window of an
-  /// Accumulation or SafeAccumulation, whose gradients would be lost; effects of scale() and
+  /// Accumulation, whose gradients would be lost; effects of scale() and
   /// backward() alone are not saved. Needs torchamp/torchamp.h.
   template <class AnyScaler = GradScaler>
   void save(torch::serialize::OutputArchive& archive) const {

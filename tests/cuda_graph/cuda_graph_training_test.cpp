@@ -25,7 +25,7 @@ INSTANTIATE_TEST_SUITE_P(CudaGraph, OnDevice, all_devices(), device_name);
 
 TEST_P(OnDevice, AgreesWithTheEagerRunStepByStep) {
   SKIP_WITHOUT(GetParam());
-  for (const char* kind : {"adam", "adamw", "sgd"}) {
+  for (const char* kind : {"adam", "adamw", "sgd", "muon"}) {
     SCOPED_TRACE(kind);
     Training eager(GetParam(), kind), captured(GetParam(), kind);
     Repeater::Log log;
@@ -58,7 +58,7 @@ TEST_P(OnDevice, FollowsAScaleSetByHand) {
 
 TEST_P(OnDevice, FollowsALearningRateThatChangesAtEveryStep) {
   SKIP_WITHOUT(GetParam());
-  for (const char* kind : {"adam", "sgd"}) {
+  for (const char* kind : {"adam", "sgd", "muon"}) {
     SCOPED_TRACE(kind);
     Training eager(GetParam(), kind), captured(GetParam(), kind);
     Repeater::Log log;

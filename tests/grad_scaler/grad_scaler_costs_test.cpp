@@ -6,7 +6,6 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torchamp/predictive_scale.h>
 
 #include <map>
 #include <string>
@@ -143,7 +142,7 @@ TEST_P(GradScalerCosts, AreAHandfulOfOps) {
 TEST_P(GradScalerCosts, TheUpdateOnTheDeviceNeverReads) {
   for (const GradScalerOptions& options :
        {GradScalerOptions::torch(), GradScalerOptions::megatron(), GradScalerOptions::deepspeed(),
-        GradScalerOptions::skip_non_finite(), GradScalerOptions::predictive()}) {
+        GradScalerOptions::skip_non_finite()}) {
     Training<IdleScaled> training(10, GetParam(), options);
     move_to_device(training.scaler);
     const Costs costs = costs_of([&] {

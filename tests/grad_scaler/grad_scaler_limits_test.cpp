@@ -5,7 +5,6 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torchamp/predictive_scale.h>
 
 #include <cmath>
 #include <vector>
@@ -197,7 +196,7 @@ TEST(GradScalerLimits, WarnOnceAfterAHundredSkipsInARow) {
   GradScalerOptions watched{.max_skips_in_a_row = 1000};
   for (const GradScalerOptions& options :
        {GradScalerOptions::skip_non_finite(), GradScalerOptions(), GradScalerOptions::megatron(),
-        GradScalerOptions::predictive(), watched}) {
+        watched}) {
     for (const bool on_device : {false, true}) {
       GradScaler scaler(options);
       scaler.scale(torch::ones({}));

@@ -65,10 +65,6 @@ inline void check_options(const GradScalerOptions& options) {
                options.check_order.first_iterations, "It is 0 (no check) or more.");
   check_option(options.max_skips_in_a_row >= 0, call, "max_skips_in_a_row",
                options.max_skips_in_a_row, "It is 0 (no limit) or more.");
-  for (const PredictiveSetting& setting :
-       {options.follows_gradients, options.forgives_bad_losses}) {
-    if (setting) setting.rule()->check_options(call, options);
-  }
   const bool calls = options.at_min_scale == AtLimit::call ||
                      (options.at_max_skips == AtLimit::call && options.max_skips_in_a_row > 0);
   TORCHAMP_CHECK_VALUE(!calls || options.on_limit, call,

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/maximum.h>
 #include <ATen/ops/mul.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
@@ -40,15 +39,11 @@ inline Findings findings_of(StepLedger& ledger, LossScale& scale) {
   for (auto& entry : ledger.optimizers) {
     OptimizerState& state = entry.state;
     if (state.stage == OptimizerState::Stage::ready) continue;
-    agree(state, scale, ledger.losses.get());
+    agree(state, scale);
     // Processes that have agreed make the same update, also one that has no gradients itself.
     if (!state.had_gradients && !has_others(state, scale.options())) continue;
     const std::optional<bool> flag = state.found_inf.without_reading();
     found.known &= flag.has_value();
-    if (state.amax.defined()) {
-      found.known &= state.amax.is_cpu();
-      found.amax = found.amax.defined() ? at::maximum(found.amax, state.amax) : state.amax;
-    }
     found.bad |= flag.value_or(false);
     found.flags.push_back(state.found_inf.tensor);
   }
@@ -104,9 +99,6 @@ TORCHAMP_COLD std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
       ledger_.note_not_scaled();
     }
     ledger_.use.note_scaled();
-    for (const at::Tensor& output : outputs) {
-      if (ledger_.losses) ledger_.losses->note(output, scale_.scale().device());
-    }
   } catch (...) {
     if (is_first) scale_.drop();
     throw;
@@ -125,9 +117,10 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
 }
 
 TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
-  TORCHAMP_CHECK(dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
-                 "GradScaler::step: LBFGS evaluates the loss by itself. Call step(optimizer, "
-                 "closure) (torchamp/closure_step.h) with a closure that returns the loss.");
+  TORCHAMP_CHECK(
+      dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
+      "GradScaler::step: LBFGS evaluates the loss by itself. Call step(scaler, "
+      "optimizer, closure) (torchamp/closure_step.h) with a closure that returns the loss.");
   const detail::DropWeightCasts drop_weight_casts(optimizer);
   if (!is_enabled()) {
     at::Tensor value = optimizer.step();
@@ -148,7 +141,7 @@ TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   const detail::StepDivisor divisor =
       detail::prepare_gradients(optimizer, fused != nullptr, state, scale_);
   // All processes come here, with gradients or without: see Note [What processes agree on].
-  detail::agree_for_step(state, scale_, ledger_.losses.get());
+  detail::agree_for_step(state, scale_);
 
   std::vector<MissingGradient> missing;
   at::Tensor value;
@@ -251,7 +244,7 @@ TORCHAMP_BODY bool GradScaler::is_stepped(const torch::optim::Optimizer& optimiz
 TORCHAMP_BODY at::Tensor GradScaler::found_inf(const torch::optim::Optimizer& optimizer) {
   detail::OptimizerState* const state = ledger_.optimizers.find(optimizer);
   if (!state || state->stage == detail::OptimizerState::Stage::ready) return {};
-  detail::agree(*state, scale_, ledger_.losses.get());
+  detail::agree(*state, scale_);
   return state->found_inf.tensor;
 }
 

@@ -26,7 +26,7 @@
 #include "torchamp/detail/core/scaler/device_update.h"
 #include "torchamp/detail/core/scaler/read_once.h"
 #include "torchamp/detail/core/scaler/scale_limits.h"
-#include "torchamp/detail/core/scaler/scale_rule.h"
+#include "torchamp/detail/core/scaler/scale_memory.h"
 #include "torchamp/detail/core/scaler/scale_update.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
@@ -45,7 +45,6 @@ namespace torchamp::detail {
 /// What the optimizers of an iteration have found in their gradients.
 struct Findings {
   std::vector<at::Tensor> flags{};  ///< of each: 0-dim fp32, 1 for an inf or a NaN, else 0
-  at::Tensor amax{};                ///< magnitude of the scaled gradients, where a ScaleRule asks
   bool known = true;                ///< to the host, without a read
   bool bad = false;                 ///< as far as known
 };
@@ -55,9 +54,7 @@ class LossScale {
  public:
   /// Error: an option that is out of range.
   explicit LossScale(GradScalerOptions options)
-      : options_(std::move(options)),
-        host_(initial_memory(options_)),
-        rule_(options_.dynamic ? options_.follows_gradients.rule() : nullptr) {
+      : options_(std::move(options)), host_(initial_memory(options_)) {
     if (!options_.enabled) return;
     check_options(options_);
     options_.min_scale = as_fp32(options_.min_scale);
@@ -65,8 +62,6 @@ class LossScale {
   }
 
   const GradScalerOptions& options() const { return options_; }
-  /// By which the update follows the gradients' magnitudes; null where it does not.
-  const ScaleRule* rule() const { return rule_; }
 
   void set_growth_factor(double factor) {
     check_growth_factor("GradScaler::set_growth_factor", factor);
@@ -215,8 +210,7 @@ class LossScale {
     ScaleLimits::Met met;
     if (found.flags.empty()) return met;
     if (knows(found)) {
-      const double amax = found.amax.defined() ? found.amax.item<double>() : 0.;  // on the host
-      ScaleMemory<double> after = after_update(options_, host_, found.bad, amax);
+      ScaleMemory<double> after = after_update(options_, host_, found.bad);
       met = ScaleLimits::met(options_, host_, after);
       ScaleLimits::throw_if_met(options_, met);
       set(std::move(after));
@@ -228,7 +222,7 @@ class LossScale {
     ScaleLimits::throw_if_met(options_, met);
     at::Tensor bad = found.flags.front();
     for (std::size_t i = 1; i < found.flags.size(); ++i) bad = at::maximum(bad, found.flags[i]);
-    advance(bad, found.amax);
+    advance(bad);
     if (watched) limits_.mirror.send(scale_and_skips_);
     return met;
   }
@@ -244,11 +238,10 @@ class LossScale {
   }
 
   /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, 1 if bad or
-  /// else 0. `amax`: see after_update(); undefined where it is not known. In place, without a
-  /// read.
-  void advance(const at::Tensor& found_inf, const at::Tensor& amax = {}) {
+  /// else 0. In place, without a read.
+  void advance(const at::Tensor& found_inf) {
     leave_host();
-    if (options_.dynamic) on_device_->make(options_, scale_, found_inf, amax, skips_);
+    if (options_.dynamic) on_device_->make(options_, scale_, found_inf, skips_);
     at::addcmul_out(skips_, found_inf, skips_, found_inf);  // one more if bad, or else 0
     if (replays_ == Replays::unknown) return;
     skip_warning_->count_iteration(skips_);
@@ -285,7 +278,6 @@ class LossScale {
 
   GradScalerOptions options_;
   ScaleMemory<double> host_;  // where the host knows
-  const ScaleRule* rule_;
   ScaleLimits limits_;
   std::unique_ptr<DeviceUpdate> on_device_;  // null where the host knows
   at::Tensor scale_and_skips_;               // in one piece

@@ -51,7 +51,6 @@ struct OptimizerState {
   };
   Stage stage = Stage::ready;
   ReadOnce<bool> found_inf{};  ///< 0 or 1; undefined while ready
-  at::Tensor amax{};           ///< magnitude of the scaled gradients, where the update wants it
   bool had_gradients = false;  ///< at least one was checked
   Agreement agreement = Agreement::none;
   bool in_closure = false;           ///< a step with a closure is being made

@@ -82,20 +82,15 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
   DeferredClip* const deferred = find_deferred_clip(optimizer);
   const Divisor clip = deferred ? deferred->pending_for(optimizer) : Divisor();
   at::Tensor found_inf = at::zeros({}, scale.scale().options());
-  at::Tensor amax;
-  const ScaleRule* const rule = scale.rule();
-  if (rule) amax = rule->check_and_measure(batches, scale.scale(), found_inf);
   multiply_and_check(
       batches, [&](at::Device device) { return scale.inverse(device); }, found_inf);
   if (clip.defined()) {  // and need not show what is not finite, which was looked for here
     keep_deferred(*deferred, optimizer,
                   {.number = clip.number, .may_be_infinite = clip.may_be_infinite});
   }
-  // A rule has looked at the quotients: see ScaleRule::check_and_measure.
-  if (!rule && scale.may_be_below_one()) check_unscaled(batches, found_inf);
+  if (scale.may_be_below_one()) check_unscaled(batches, found_inf);
   return {.stage = OptimizerState::Stage::unscaled,
           .found_inf = {std::move(found_inf), std::nullopt},
-          .amax = std::move(amax),
           .had_gradients = !batches.empty(),
           .gradients = count_gradients(optimizer),
           .moved = gradients_moved(),
@@ -164,11 +159,6 @@ inline void find_infs(const std::vector<GradientBatch>& batches, const StepDivis
   at::Tensor& found_inf = state.found_inf.tensor;
   const at::Device home = scale.scale().device();
   const at::Tensor number = number_to_check(divisor);
-  if (const ScaleRule* const rule = scale.rule()) {
-    state.amax = rule->check_and_measure(batches, scale.scale(), found_inf);
-    if (number.defined()) check_numbers({{home, at::kFloat}, {number}}, scale.one(), found_inf);
-    return;
-  }
   // The norm of a clip has read all gradients already: see Note [One read for norm and check].
   if (host_sees_finite(divisor)) return;
   if (device_sees_finite(home, divisor)) {

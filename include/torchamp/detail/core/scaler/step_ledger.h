@@ -36,7 +36,6 @@ struct StepRecord {
   ReadOnce<double> skips{.on_host = 0.};  ///< bad iterations in a row before this one
   at::Tensor value{};                     ///< what the optimizer's step returned
   std::vector<MissingGradient> missing{};
-  int64_t attempts = 1;  ///< evaluations of the first loss, for closures
 };
 
 /// A window of gradient accumulation.
@@ -76,9 +75,7 @@ class ScaleUse {
 /// What has happened since the last update(): what was scaled, and how far each optimizer has come.
 class StepLedger {
  public:
-  explicit StepLedger(const LossScale& scale)
-      : losses(scale.rule() ? scale.rule()->watch_losses(scale.options()) : nullptr),
-        scale_is_fixed_(!scale.options().dynamic) {
+  explicit StepLedger(const LossScale& scale) : scale_is_fixed_(!scale.options().dynamic) {
     const int64_t checked = scale.options().check_order.first_iterations;
     if (checked > 0 && scale.options().enabled) backward->check.emplace(checked);
   }
@@ -86,7 +83,6 @@ class StepLedger {
   OptimizerStates optimizers;
   mutable ScaleUse use;                                    // a query of the scale counts
   std::vector<std::weak_ptr<AccumulationWindow>> windows;  // that take gradients from this scaler
-  std::unique_ptr<LossWatch> losses;                       // with forgives_bad_losses
   /// Shared with hooks, which may outlive the scaler.
   std::shared_ptr<ScaledBackward> backward = std::make_shared<ScaledBackward>();
 
@@ -134,7 +130,6 @@ class StepLedger {
   }
   void discard(const torch::optim::Optimizer& optimizer) {
     optimizers.reset(optimizer);
-    if (losses) losses->forget();  // they may have been this one's
     {
       const std::scoped_lock lock(backward->mutex);
       backward->divided.forget(optimizer);
@@ -157,8 +152,7 @@ class StepLedger {
 
   /// The optimizer of `state` has stepped or been skipped; what a StepResult answers from.
   std::shared_ptr<StepRecord> finish(OptimizerState& state, const LossScale& scale,
-                                     at::Tensor value, std::vector<MissingGradient> missing,
-                                     int64_t attempts = 1) {
+                                     at::Tensor value, std::vector<MissingGradient> missing) {
     state.stage = OptimizerState::Stage::stepped;
     auto record = std::make_shared<StepRecord>();
     record->found_inf = state.found_inf;
@@ -167,7 +161,6 @@ class StepLedger {
     record->skips = scale.skips_once();
     record->value = std::move(value);
     record->missing = std::move(missing);
-    record->attempts = attempts;
     if (!scale.host()) records_.push_back(record);
     return record;
   }
@@ -188,7 +181,6 @@ class StepLedger {
     note_used_windows();
     optimizers.clear();
     std::erase_if(records_, [](const auto& record) { return record.expired(); });
-    if (losses) losses->forget();
     OrderCheck::Sentences sentences;
     with_check([&](OrderCheck& check) { sentences = check.updates(moment(nullptr)); });
     use.end_iteration();

@@ -23,11 +23,10 @@
 #include "torchamp/detail/core/scaler/scaled_loss.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
+#include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
-
-// What both kinds of accumulation do.
 
 /// What an Accumulation's messages name: its calls, and what the program has of it.
 struct AccumulationTerms {
@@ -107,6 +106,13 @@ inline void take_unscaled(StepLedger& ledger, torch::optim::Optimizer& optimizer
                                      .gradients = count_gradients(optimizer),
                                      .moved = gradients_moved(),
                                      .shards = shards_of(optimizer, "GradScaler::step")};
+}
+
+/// The result for a disabled scaler if there is no gradient to step with.
+inline StepResult no_step() {
+  auto record = std::make_shared<StepRecord>();
+  record->had_gradients = false;
+  return ScalerParts::result(std::move(record));
 }
 
 /// The gradients that a window of the optimizer has, as a walk for a Snapshot: of its parameters,

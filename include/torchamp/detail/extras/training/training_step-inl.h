@@ -91,7 +91,7 @@ inline void TrainingStep::check_optimizer() const {
   TORCH_CHECK_VALUE(optimizer_, "TrainingStep: the factory has made no optimizer.");
   TORCH_CHECK_VALUE(dynamic_cast<const torch::optim::LBFGS*>(optimizer_.get()) == nullptr,
                     "TrainingStep: LBFGS evaluates the loss many times in a step. Call "
-                    "GradScaler::step(optimizer, closure) of torchamp/closure_step.h.");
+                    "step(scaler, optimizer, closure) of torchamp/closure_step.h.");
   if (masters_) return;
   const auto has = [this](at::ScalarType dtype) {
     return detail::any_parameter(*optimizer_, [dtype](const at::Tensor& parameter) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a SafeAccumulation does after an error, what it adds and what it does not take.
-#include <torchamp/safe_accumulation.h>
+// What an Accumulation with drop_bad does after an error, what it adds and what it does not take.
+#include <torchamp/accumulate.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "support/dropping_accumulation.h"
 #include "support/expect_error.h"
 #include "support/leaf.h"
 #include "support/non_finite.h"
@@ -21,15 +22,14 @@
 #include "support/warnings.h"
 
 using torchamp::GradScaler;
-using torchamp::SafeAccumulation;
 
-TEST(SafeAccumulationAfterAnError, RepeatsTheSameStep) {
+TEST(DroppingAccumulationAfterAnError, RepeatsTheSameStep) {
   for (const bool in_optimizer : {false, true}) {
     const at::Tensor w = zero();
     FailingSgd optimizer({w}, torch::optim::SGDOptions(1.));
     optimizer.fails = in_optimizer;
     GradScaler scaler({.init_scale = 4.});
-    SafeAccumulation accumulation(scaler, optimizer);
+    DroppingAccumulation accumulation(scaler, optimizer);
     for (int i = 0; i < 4; ++i) accumulation.backward((w * 8).sum());
     const auto failing = [&] {
       w.mutable_grad().mul_(0.5);
@@ -47,27 +47,27 @@ TEST(SafeAccumulationAfterAnError, RepeatsTheSameStep) {
   }
 }
 
-TEST(SafeAccumulationAfterAnError, DropsTheWindowOnRequest) {
+TEST(DroppingAccumulationAfterAnError, DropsTheWindowOnRequest) {
   const at::Tensor w = zero();
   auto optimizer = sgd({w});
   GradScaler scaler({.init_scale = 4.});
-  SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   accumulation.backward((w * 100).sum());
   EXPECT_THROW(accumulation.step([] { throw std::runtime_error("mine"); }), std::runtime_error);
   accumulation.discard();
   EXPECT_EQ(accumulation.pending(), 0);
   EXPECT_FALSE(w.grad().defined());
-  EXPECT_ERROR(accumulation.step(), "there is no micro-batch");
+  EXPECT_FALSE(accumulation.flush());
   accumulation.backward((w * 3).sum());
   EXPECT_EQ(accumulation.step().kept(), 1);
   EXPECT_EQ(w.item<float>(), -3.F);
 }
 
-TEST(SafeAccumulationAfterAnError, GoesOnAfterALimitOfTheScaler) {
+TEST(DroppingAccumulationAfterAnError, GoesOnAfterALimitOfTheScaler) {
   const at::Tensor w = zero();
   auto optimizer = sgd({w});
   GradScaler scaler({.init_scale = 8., .max_skips_in_a_row = 1});
-  SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   accumulation.backward((w * 2).sum());
   for (int i = 0; i < 2; ++i) {
     EXPECT_ERROR(accumulation.backward((w * kInf).sum()), "1 consecutive iterations");
@@ -79,14 +79,14 @@ TEST(SafeAccumulationAfterAnError, GoesOnAfterALimitOfTheScaler) {
   EXPECT_EQ(w.item<float>(), -3.F);
 }
 
-TEST(SafeAccumulationAfterAnError, GoesOnAfterAProcessThatCouldNotAgree) {
+TEST(DroppingAccumulationAfterAnError, GoesOnAfterAProcessThatCouldNotAgree) {
   const at::Tensor w = zero();
   auto optimizer = sgd({w});
   bool fails = true;
   GradScaler scaler({.agree_found_inf = [&](at::Tensor&) {
     if (fails) throw std::runtime_error("no network");
   }});
-  SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   EXPECT_THROW(accumulation.backward((w * 2).sum()), std::runtime_error);
   fails = false;
   accumulation.backward((w * 2).sum());
@@ -94,15 +94,15 @@ TEST(SafeAccumulationAfterAnError, GoesOnAfterAProcessThatCouldNotAgree) {
   EXPECT_EQ(w.item<float>(), -2.F);
 }
 
-TEST(SafeAccumulation, RefusesWhatNoBackwardCanBeginAtAndKeepsItsWindow) {
+TEST(DroppingAccumulation, RefusesWhatNoBackwardCanBeginAtAndKeepsItsWindow) {
   const at::Tensor w = zero();
   auto optimizer = sgd({w});
   GradScaler scaler({.init_scale = 4.});
-  SafeAccumulation accumulation(scaler, optimizer, 2);
+  DroppingAccumulation accumulation(scaler, optimizer, 2);
   accumulation.backward((w * 2).sum());
-  EXPECT_ERROR(accumulation.backward(at::Tensor()), "SafeAccumulation::backward: the loss is");
+  EXPECT_ERROR(accumulation.backward(at::Tensor()), "Accumulation::backward: the loss is");
   EXPECT_ERROR(accumulation.backward(w.expand({2})),
-               "SafeAccumulation::backward: the loss has 2 element(s)");
+               "Accumulation::backward: the loss has 2 element(s)");
   EXPECT_ERROR(accumulation.backward(at::ones({})),
                "the loss has 1 element(s), and requires_grad is 0. Pass one number");
   const auto result = accumulation.backward((w * 4).sum());
@@ -133,15 +133,15 @@ std::vector<std::pair<float, bool>> steps_of() {
   return seen;
 }
 
-TEST(SafeAccumulation, StepsWhereAnAccumulationDoes) {
-  EXPECT_EQ(steps_of<SafeAccumulation>(), steps_of<torchamp::Accumulation>());
+TEST(DroppingAccumulation, StepsWhereAnAccumulationDoes) {
+  EXPECT_EQ(steps_of<DroppingAccumulation>(), steps_of<torchamp::Accumulation>());
 }
 
-TEST(SafeAccumulation, CountsDroppedMicroBatchesAndFlushesAnIncompleteWindow) {
+TEST(DroppingAccumulation, CountsDroppedMicroBatchesAndFlushesAnIncompleteWindow) {
   const at::Tensor w = zero();
   auto optimizer = sgd({w});
   GradScaler scaler({.init_scale = 4.});
-  SafeAccumulation accumulation(scaler, optimizer, 3);
+  DroppingAccumulation accumulation(scaler, optimizer, 3);
   EXPECT_FALSE(accumulation.backward((w * 2).sum()));
   EXPECT_FALSE(accumulation.backward((w * kInf).sum()));
   const auto result = accumulation.backward((w * 4).sum());
@@ -154,24 +154,24 @@ TEST(SafeAccumulation, CountsDroppedMicroBatchesAndFlushesAnIncompleteWindow) {
   ASSERT_TRUE(rest);
   EXPECT_EQ(rest->micro_batches(), 1);
   EXPECT_EQ(w.item<float>(), -8.F) << "the mean of the kept ones, not a third";
-  EXPECT_ERROR(SafeAccumulation(scaler, optimizer, 0), "micro_batches is 0. It is 1 or more.");
+  EXPECT_ERROR(DroppingAccumulation(scaler, optimizer, 0), "micro_batches is 0. It is 1 or more.");
 }
 
-TEST(SafeAccumulationAfterAnError, TakesNoMoreThanAWindow) {
+TEST(DroppingAccumulationAfterAnError, TakesNoMoreThanAWindow) {
   const at::Tensor w = zero();
   FailingSgd optimizer({w}, torch::optim::SGDOptions(1.));
   optimizer.fails = true;
   GradScaler scaler({.init_scale = 4.});
-  SafeAccumulation accumulation(scaler, optimizer, 2);
+  DroppingAccumulation accumulation(scaler, optimizer, 2);
   accumulation.backward((w * 2).sum());
   EXPECT_THROW(accumulation.backward((w * 4).sum()), std::runtime_error);
-  EXPECT_ERROR(accumulation.backward((w * 100).sum()), "the step with 2 micro-batches has failed");
+  EXPECT_ERROR(accumulation.backward((w * 100).sum()), "the step with 2 of 2 micro-batches has");
   optimizer.fails = false;
   EXPECT_EQ(accumulation.flush()->kept(), 2);
   EXPECT_EQ(w.item<float>(), -3.F);
 }
 
-TEST(SafeAccumulation, DropsAWindowWhoseFiniteGradientsAddUpToAnInf) {
+TEST(DroppingAccumulation, DropsAWindowWhoseFiniteGradientsAddUpToAnInf) {
   for (const bool fused : {false, true}) {
     for (const bool rule_on_device : {false, true}) {
       const at::Tensor w = zero();
@@ -179,7 +179,7 @@ TEST(SafeAccumulation, DropsAWindowWhoseFiniteGradientsAddUpToAnInf) {
       GradScaler scaler({.init_scale = 1.});
       scaler.scale(torch::ones({}));
       if (rule_on_device) move_to_device(scaler);
-      SafeAccumulation accumulation(scaler, *optimizer);
+      DroppingAccumulation accumulation(scaler, *optimizer);
       for (int i = 0; i < 2; ++i) accumulation.backward((w * 2e38).sum());
       const auto result = accumulation.step();
       EXPECT_FALSE(result.stepped());
@@ -193,12 +193,12 @@ TEST(SafeAccumulation, DropsAWindowWhoseFiniteGradientsAddUpToAnInf) {
   }
 }
 
-TEST(SafeAccumulation, CountsAMicroBatchWithoutGradientsAsDropped) {
+TEST(DroppingAccumulation, CountsAMicroBatchWithoutGradientsAsDropped) {
   for (const bool enabled : {false, true}) {
     const at::Tensor w = zero(), other = zero();
     auto optimizer = sgd({w});
     GradScaler scaler({.enabled = enabled});
-    SafeAccumulation accumulation(scaler, optimizer);
+    DroppingAccumulation accumulation(scaler, optimizer);
     accumulation.backward((w * 4).sum());
     accumulation.backward(other.sum());
     const auto result = accumulation.step();
@@ -217,14 +217,14 @@ TEST(SafeAccumulation, CountsAMicroBatchWithoutGradientsAsDropped) {
   }
 }
 
-TEST(SafeAccumulation, IsClippedByEitherForm) {
+TEST(DroppingAccumulation, IsClippedByEitherForm) {
   for (const bool fused : {false, true}) {
     for (const bool with_scaler : {false, true}) {
       SCOPED_TRACE(testing::Message() << fused << with_scaler);
       const at::Tensor w = torch::zeros({2}, torch::requires_grad());
       const auto optimizer = plain_or_fused_sgd({w}, fused);
       GradScaler scaler({.init_scale = 1024.});
-      SafeAccumulation accumulation(scaler, *optimizer);
+      DroppingAccumulation accumulation(scaler, *optimizer);
       for (int i = 0; i < 3; ++i) accumulation.backward((w * torch::tensor({30.F, 40.F})).sum());
       at::Tensor norm;
       const auto clip = [&] {
@@ -255,21 +255,21 @@ TEST(SafeAccumulation, IsClippedByEitherForm) {
   }
 }
 
-TEST(SafeAccumulation, ChecksTheMeanAgainAfterTheProgramIfAskedTo) {
+TEST(DroppingAccumulation, ChecksTheMeanAgainAfterTheProgramIfAskedTo) {
   const at::Tensor w = zero();
   auto optimizer = sgd({w});
   GradScaler scaler({.recheck = true});
-  SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   accumulation.backward((w * 2).sum());
   EXPECT_FALSE(accumulation.step([&] { w.mutable_grad().fill_(kInf); }));
   EXPECT_EQ(w.item<float>(), 0.F);
 }
 
-TEST(SafeAccumulationAfterAnError, ForgetsTheClipOfAFailedStep) {
+TEST(DroppingAccumulationAfterAnError, ForgetsTheClipOfAFailedStep) {
   const at::Tensor w = zero();
   torchamp::FusedSGD optimizer(std::vector<at::Tensor>{w}, torch::optim::SGDOptions(1.));
   GradScaler scaler;
-  SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   accumulation.backward((w * 8).sum());
   EXPECT_THROW(accumulation.step([&] {
     torchamp::clip_grad_norm_(optimizer, 1.);
@@ -280,13 +280,13 @@ TEST(SafeAccumulationAfterAnError, ForgetsTheClipOfAFailedStep) {
   EXPECT_EQ(w.item<float>(), -8.F);
 }
 
-TEST(SafeAccumulationAfterAnError, AddsNothingWhereALimitIsMetLate) {
+TEST(DroppingAccumulationAfterAnError, AddsNothingWhereALimitIsMetLate) {
   const at::Tensor w = zero();
   auto optimizer = sgd({w});
   GradScaler scaler({.max_skips_in_a_row = 1});
   scaler.scale(torch::ones({}));
   move_to_device(scaler);
-  SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   accumulation.backward((w * kInf).sum());
   EXPECT_ERROR(accumulation.backward((w * 2).sum()), "1 consecutive iterations");
   EXPECT_EQ(accumulation.pending(), 1);
@@ -294,11 +294,11 @@ TEST(SafeAccumulationAfterAnError, AddsNothingWhereALimitIsMetLate) {
   EXPECT_EQ(w.item<float>(), 0.F);
 }
 
-TEST(SafeAccumulation, AddsGradientsOfOtherStrides) {
+TEST(DroppingAccumulation, AddsGradientsOfOtherStrides) {
   const at::Tensor w = torch::zeros({2, 3}, torch::requires_grad());
   auto optimizer = sgd({w});
   GradScaler scaler({.init_scale = 4.});
-  SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   const at::Tensor gradient = torch::arange(6.F).view({2, 3});
   for (const bool transposed : {false, true}) {
     accumulation.before_unscale([&] {
@@ -310,18 +310,18 @@ TEST(SafeAccumulation, AddsGradientsOfOtherStrides) {
   expect_close(w.detach(), -gradient);
 }
 
-TEST(SafeAccumulation, RefusesParametersThatChangeWithinAWindow) {
+TEST(DroppingAccumulation, RefusesParametersThatChangeWithinAWindow) {
   const at::Tensor w = torch::zeros({4}, torch::requires_grad()), other = zero();
   auto optimizer = sgd({other, w});
   GradScaler scaler({.init_scale = 4.});
-  SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   const auto loss = [&] { return (w * 2).sum() + other.sum(); };
   accumulation.backward(loss());
   const auto before = scaler.state_dict();
   for (const int64_t size : {2, 8}) {
     w.set_data(torch::zeros({size}));
-    EXPECT_ERROR(accumulation.backward(loss()), "SafeAccumulation::backward: 1 parameter(s)");
-    EXPECT_ERROR(accumulation.step(), "SafeAccumulation::step: 1 parameter(s)");
+    EXPECT_ERROR(accumulation.backward(loss()), "Accumulation::backward: 1 parameter(s)");
+    EXPECT_ERROR(accumulation.step(), "Accumulation::flush: 1 parameter(s)");
   }
   w.set_data(torch::zeros({4}));
   accumulation.before_unscale([&] { w.mutable_grad() = torch::ones({1}); });
@@ -340,11 +340,11 @@ TEST(SafeAccumulation, RefusesParametersThatChangeWithinAWindow) {
   expect_close(w.detach(), torch::full({4}, -2.));
 }
 
-TEST(SafeAccumulation, TakesParametersThatJoinWithinAWindow) {
+TEST(DroppingAccumulation, TakesParametersThatJoinWithinAWindow) {
   const at::Tensor w = zero(), late = zero();
   auto optimizer = sgd({w});
   GradScaler scaler({.init_scale = 4.});
-  SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   accumulation.backward((w * 2).sum());
   optimizer.add_param_group(torch::optim::OptimizerParamGroup({late}));
   accumulation.backward((w * 2 + late * 4).sum());
@@ -353,27 +353,29 @@ TEST(SafeAccumulation, TakesParametersThatJoinWithinAWindow) {
   EXPECT_EQ(late.item<float>(), -2.F);
 }
 
-TEST(SafeAccumulation, RefusesGradientsThatTheProgramUnscaled) {
+TEST(DroppingAccumulation, RefusesGradientsThatTheProgramUnscaled) {
   const at::Tensor w = zero();
   auto optimizer = sgd({w});
   GradScaler scaler;
-  SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   accumulation.backward((w * 2).sum());
   scaler.scale(w.sum()).backward();
   scaler.unscale_(optimizer);
-  EXPECT_ERROR(accumulation.backward((w * 2).sum()), "the program has unscaled the gradients");
-  EXPECT_ERROR(accumulation.step(), "SafeAccumulation::step: the program has unscaled");
+  EXPECT_ERROR(accumulation.backward((w * 2).sum()),
+               "the gradients of this optimizer have been unscaled");
+  EXPECT_ERROR(accumulation.step(),
+               "Accumulation::flush: the gradients of this optimizer have been unscaled");
   scaler.update();
   EXPECT_EQ(accumulation.step().kept(), 1);
   EXPECT_EQ(w.item<float>(), -2.F);
 }
 
-TEST(SafeAccumulation, AddsGradientsWithTheConjugateBit) {
+TEST(DroppingAccumulation, AddsGradientsWithTheConjugateBit) {
   for (const bool enabled : {false, true}) {
     const at::Tensor w = torch::zeros({1}, at::kComplexFloat).requires_grad_();
     auto optimizer = sgd({w});
     GradScaler scaler({.init_scale = 4., .enabled = enabled});
-    SafeAccumulation accumulation(scaler, optimizer);
+    DroppingAccumulation accumulation(scaler, optimizer);
     accumulation.before_unscale([&] { EXPECT_TRUE(w.grad().is_conj()); });
     for (int i = 0; i < 2; ++i) {
       const at::Tensor conjugate = torch::conj(w).resolve_conj();
