@@ -133,11 +133,17 @@ def dense(value):
     return value.resolve_conj().resolve_neg()
 
 
+def are_equal(a, b):
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    a, b = dense(a), dense(b)
+    if a.is_floating_point():
+        a, b = a.double(), b.double()  # some dtypes have no comparison
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
 def are_same(ours, theirs):
-    return len(ours) == len(theirs) and all(
-        a.dtype == b.dtype and a.shape == b.shape and torch.equal(torch.nan_to_num(dense(a)), torch.nan_to_num(dense(b)))
-        for a, b in zip(ours, theirs)
-    )
+    return len(ours) == len(theirs) and all(are_equal(a, b) for a, b in zip(ours, theirs))
 
 
 def is_close(ours, exact, tolerance):
@@ -247,9 +253,10 @@ def main():
                             used.add((op.full_name, policy))
                             continue
                         how = f"{str(region)[6:]}, {'the first argument in 16 bits' if narrow_first else 'fp32'}"
-                        failures.append(f"{op.full_name}, Policy::{policy}(), {how}: {text}")
-    for failure in dict.fromkeys(failures):
-        print(failure)
+                        failure = f"{op.full_name}, Policy::{policy}(), {how}: {text}"
+                        if failure not in failures:
+                            print(failure, flush=True)
+                        failures.append(failure)
     if not (ARGUMENTS.sample or ARGUMENTS.limit or ARGUMENTS.only):
         for name, policy in sorted(set(known) - used):
             failures.append(name)
