@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief For the one source file of a program that compiles torchamp.
+/// @brief Core. For the one source file of a program that compiles torchamp.
 
 /// @file
 /// Defines what the other headers only declare if TORCHAMP_COMPILED is defined. A program that

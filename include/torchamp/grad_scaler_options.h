@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief GradScalerOptions and GradScalerState: a scaler's options and saved state.
+/// @brief Core. GradScalerOptions and GradScalerState: a scaler's options and saved state.
 
 #include <ATen/core/Tensor.h>
 

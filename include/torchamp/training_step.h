@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief TrainingStep: a training iteration in mixed precision, in one call.
+/// @brief Extra. TrainingStep: a training iteration in mixed precision, in one call.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief torchamp's version, for the preprocessor.
+/// @brief Core. torchamp's version, for the preprocessor.
 
 // cl.exe keeps C++98's __cplusplus without /Zc:__cplusplus.
 #if (defined(_MSVC_LANG) ? _MSVC_LANG : __cplusplus) < 202002L

@@ -20,10 +20,9 @@ TORCHAMP_COLD Policy Policy::torch() {
   return Policy(detail::unedited(detail::BaseTable::torch));
 }
 
-TORCHAMP_COLD Policy& Policy::edit(Cast rule, const OpNames& ops, const When& when,
-                                   std::shared_ptr<const detail::OpRule> op_rule) {
+TORCHAMP_COLD Policy& Policy::edit(Cast rule, const OpNames& ops, const When& when) {
   auto edited = std::make_shared<detail::PolicyData>(*data_);
-  detail::add_edit(*edited, rule, ops, when, std::move(op_rule));
+  detail::add_edit(*edited, rule, ops, when);
   if (edited->edits.size() != data_->edits.size()) data_ = std::move(edited);
   return *this;
 }

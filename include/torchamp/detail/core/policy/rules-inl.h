@@ -245,18 +245,20 @@ inline void add(PolicyData& policy, Edit edit, const std::vector<std::string>& r
   policy.edits.push_back(std::move(edit));
 }
 
+TORCHAMP_COLD std::shared_ptr<const OpRule> make_fp8_rule(std::string_view options) {
+  TORCHAMP_CHECK(fp8_rule_maker != nullptr,
+                 "Policy::set: the rule fp8 needs torchamp/labs/fp8.h. Include it in some source "
+                 "file.");
+  return fp8_rule_maker(options);
+}
+
 TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
                             std::shared_ptr<const OpRule> op_rule) {
   const CastRow* const row = row_of(rule);
   TORCHAMP_CHECK(row != nullptr, "Policy::set: ", static_cast<int>(rule),
                  " is not a rule of Cast.");
-  const std::string call = "Policy::" + std::string(row->name);
-  if (rule == Cast::fp8 && op_rule == nullptr) {
-    TORCHAMP_CHECK(
-        fp8_rule_maker != nullptr,
-        "Policy::set: the rule fp8 needs torchamp/fp8.h. Include it in some source file.");
-    op_rule = fp8_rule_maker();
-  }
+  const std::string call = (rule == Cast::fp8 ? "torchamp::" : "Policy::") + std::string(row->name);
+  if (rule == Cast::fp8 && op_rule == nullptr) op_rule = make_fp8_rule("");
   TORCHAMP_CHECK(!when.dtype || is_16_bit(*when.dtype) || *when.dtype == at::kFloat, call,
                  ": When::dtype is ", c10::toString(*when.dtype),
                  ", but no region has that dtype. Pass torch::kHalf, torch::kBFloat16 or, for CUDA "
