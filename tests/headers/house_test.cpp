@@ -28,8 +28,8 @@ using Names = std::set<std::string>;
 // ---- Layers and topics --------------------------------------------------------------------------
 
 /// The folders of detail/core/, from the lowest layer up.
-constexpr std::string_view core_layers[] = {"base",      "runtime", "policy", "autocast",
-                                            "gradients", "optim",   "scaler"};
+constexpr std::string_view core_layers[] = {"base",      "runtime", "policy",      "autocast",
+                                            "gradients", "optim",   "check_order", "scaler"};
 /// It includes all of the core and nothing above it.
 constexpr std::string_view whole_core = "torchamp.h";
 
@@ -49,6 +49,7 @@ constexpr PublicHeaders public_headers[] = {
     {"cast_cache.h", "autocast"},
     {"missing_gradients.h", "gradients"},
     {"scaled_step.h", "gradients"},
+    {"muon_options.h", "optim"},
     {"optim.h", "optim"},
     {"clip_grad.h", "scaler"},
     {"grad_scaler.h", "scaler"},
@@ -68,6 +69,8 @@ constexpr PublicHeaders public_headers[] = {
     {"training_", "training"},
     {"weight_cache.h", "weights"},
     {"closure_step.h", "closure_step"},
+    {"lr_scheduler.h", "lr_scheduler"},
+    {"split_for_muon.h", "split_for_muon"},
     // labs
     {"labs/audit_row.h", "audit"},
     {"labs/precision_audit.h", "audit"},

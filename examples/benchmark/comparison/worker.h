@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/Context.h>
 #include <torch/version.h>
 
 #include <algorithm>
@@ -55,6 +56,7 @@ inline void use_once(const WorkerOptions& options, at::Device device) {
   Way way = options.way;
   way.launch = "eager";
   way.variant = "plain";
+  if (way.optimizer == "muon") way.optimizer = "fused";  // its layers are not for Muon
   if (way.casts == "audited") way.casts = "torch";
   auto model = find_model("checkerboard").make({{"side", 4}, {"channels", 4}});
   if (options.predicts) {
@@ -114,6 +116,10 @@ inline int serve(const WorkerOptions& options) {
   try {
     if (options.threads > 0) torch::set_num_threads(static_cast<int>(options.threads));
     const at::Device device(options.device);
+    if (options.way.is_tf32()) {
+      TORCH_CHECK(device.is_cuda(), "TF32 is for CUDA devices");
+      at::globalContext().setFloat32MatmulPrecision("high");
+    }
     use_once(options, device);
     const auto make = [&] { return find_model(options.model).make(options.sizes); };
     if (!options.audit.empty()) {

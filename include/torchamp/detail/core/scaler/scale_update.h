@@ -65,8 +65,6 @@ inline bool is_torch_update(const GradScalerOptions& options) {
 /// What is remembered after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor):
 /// the one formula, on a host for every rule, on a device for all but torch.amp's, which is a
 /// kernel of ATen's there.
-/// Range::update in scale_bound.h follows how far this can move the scale: what is changed here may
-/// have to be changed there.
 template <class Number, class Bool>
 ScaleMemory<Number> after_update(const GradScalerOptions& options,
                                  const ScaleMemory<Number>& before, const Bool& bad) {
