@@ -8,8 +8,11 @@
 #include <algorithm>
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <string>
+#include <string_view>
 #include <utility>
+#include <vector>
 
 #include "torchamp/detail/core/base/checksum.h"
 #include "torchamp/detail/core/base/text.h"
@@ -39,11 +42,11 @@ inline int64_t read_int(torch::serialize::InputArchive& archive, const std::stri
   return read_number(archive, key, &c10::IValue::isInt, "Int").toInt();
 }
 
-/// A count that may be missing: an older version, or a program, did not write it.
-inline double read_count(torch::serialize::InputArchive& archive, const std::string& key,
-                         double otherwise) {
+/// A count; nothing if the archive has none: another version, or a program, did not write it.
+inline std::optional<double> read_count(torch::serialize::InputArchive& archive,
+                                        const std::string& key) {
   c10::IValue value;
-  if (!archive.try_read(key, value)) return otherwise;
+  if (!archive.try_read(key, value)) return std::nullopt;
   const int64_t count = read_int(archive, key);
   TORCHAMP_CHECK_VALUE(count >= 0, "GradScaler::load: \"", key, "\" is ", count,
                        ", a negative count.");
@@ -52,16 +55,21 @@ inline double read_count(torch::serialize::InputArchive& archive, const std::str
   return static_cast<double>(count);
 }
 
+/// The counts of all versions' archives, in the order of the checksum. This version writes those of
+/// for_each_own_number.
+inline constexpr const char* archived_counts[] = {"torchamp_credit", "torchamp_since_change",
+                                                  "torchamp_overflows", "torchamp_skips_in_a_row"};
+
 /// Of all that a file holds: LibTorch does not see that a file's bytes have changed.
-inline int64_t checksum_of(const GradScalerState& state, const ScaleMemory<double>& rest) {
+inline int64_t checksum_of(const GradScalerState& state, const std::vector<double>& counts) {
   Checksum sum;
-  const auto add = [&](const char*, double value) { sum.add(&value, sizeof value); };
-  add("scale", state.scale);
-  add("growth_factor", state.growth_factor);
-  add("backoff_factor", state.backoff_factor);
-  add("growth_interval", static_cast<double>(state.growth_interval));
-  add("growth_tracker", static_cast<double>(state.growth_tracker));
-  for_each_own_number(add, rest);
+  const auto add = [&](double value) { sum.add(&value, sizeof value); };
+  add(state.scale);
+  add(state.growth_factor);
+  add(state.backoff_factor);
+  add(static_cast<double>(state.growth_interval));
+  add(static_cast<double>(state.growth_tracker));
+  for (const double count : counts) add(count);
   return static_cast<int64_t>(sum.value());
 }
 
@@ -91,12 +99,14 @@ struct ScalerArchive<GradScaler> {
     archive.write("backoff_factor", c10::IValue(state.backoff_factor));
     archive.write("growth_interval", c10::IValue(state.growth_interval));
     archive.write("growth_tracker", c10::IValue(state.growth_tracker));
+    std::vector<double> counts;
     for_each_own_number(
         [&](const char* name, double count) {
           archive.write(name, c10::IValue(static_cast<int64_t>(count)));
+          counts.push_back(count);
         },
         values);
-    archive.write("torchamp_checksum", c10::IValue(checksum_of(state, values)));
+    archive.write("torchamp_checksum", c10::IValue(checksum_of(state, counts)));
   }
 
   static void load(GradScaler& scaler, torch::serialize::InputArchive& archive) {
@@ -112,8 +122,17 @@ struct ScalerArchive<GradScaler> {
                                 .growth_tracker = read_int(archive, "growth_tracker")};
     ScaleMemory<double> rest = initial_memory(scaler.options());
     const double full_credit = rest.credit;
-    for_each_own_number(
-        [&](const char* name, double& count) { count = read_count(archive, name, count); }, rest);
+    std::vector<double> counts;
+    for (const std::string_view name : archived_counts) {
+      const std::optional<double> count = read_count(archive, std::string(name));
+      if (!count) continue;
+      counts.push_back(*count);
+      for_each_own_number(
+          [&](const char* own, double& number) {
+            if (name == own) number = *count;
+          },
+          rest);
+    }
     c10::IValue samples, checksum;
     TORCHAMP_CHECK(!archive.try_read("torchamp_samples", samples),
                    "GradScaler::load: the archive was saved from a scaler with "
@@ -122,7 +141,7 @@ struct ScalerArchive<GradScaler> {
                    state.scale, "}), which has the archive's scale.");
     TORCHAMP_CHECK(
         !archive.try_read("torchamp_checksum", checksum) ||
-            (checksum.isInt() && checksum.toInt() == checksum_of(state, rest)),
+            (checksum.isInt() && checksum.toInt() == checksum_of(state, counts)),
         "GradScaler::load: the archive is damaged: its values are not those that were saved.");
     rest.credit = std::min(rest.credit, full_credit);
     restore_scaler(scaler, "GradScaler::load", state, std::move(rest));

@@ -11,19 +11,15 @@ template <class Number>
 struct ScaleMemory {
   Number scale;
   Number growth_tracker;
-  Number credit;        ///< bad iterations that are still forgiven, plus one
-  Number since_change;  ///< iterations since the scale last changed
-  Number overflows;     ///< bad ones since it was last lowered
-  Number skips;         ///< bad ones in a row
+  Number credit;  ///< bad iterations that are still forgiven, plus one
+  Number skips;   ///< bad iterations in a row
 };
 
 /// Calls `f(name, number...)` for each number that torch.amp does not have, in all `memories`. The
-/// names are those in archives, and the order that of their checksum.
+/// names are those in archives.
 template <class F, class... Memories>
 void for_each_own_number(const F& f, Memories&... memories) {
   f("torchamp_credit", memories.credit...);
-  f("torchamp_since_change", memories.since_change...);
-  f("torchamp_overflows", memories.overflows...);
   f("torchamp_skips_in_a_row", memories.skips...);
 }
 
