@@ -48,13 +48,6 @@
 #define TORCHAMP_BODIES 1
 #define TORCHAMP_BODY inline
 #endif
-// A function that hardly ever runs: compiled for size, not speed.
-#if __has_cpp_attribute(gnu::cold)
-#define TORCHAMP_RARE [[gnu::cold]]
-#else
-#define TORCHAMP_RARE
-#endif
-#define TORCHAMP_COLD TORCHAMP_RARE TORCHAMP_BODY
 /// @endcond
 
 namespace TORCHAMP_NAMESPACE {

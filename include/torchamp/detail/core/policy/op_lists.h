@@ -322,7 +322,7 @@ inline bool kernel_lowers(const c10::OperatorName& op, at::DeviceType device) {
 }
 
 /// What that kernel does; native if this is not known.
-TORCHAMP_RARE inline Cast effect_of_native(const c10::OperatorName& op, at::DeviceType device) {
+inline Cast effect_of_native(const c10::OperatorName& op, at::DeviceType device) {
   if (kernel_lowers(op, device)) return Cast::lower_precision;
   if (facts_of(device).follows_cuda_lists) return listed_cast(op);
   if (is_among(cpu_fp32_ops, base_of(op))) return Cast::fp32;
