@@ -24,6 +24,15 @@ enum class AtLimit {
   call,         ///< calls GradScalerOptions::on_limit, each time, at the end of update()
 };
 
+/// How long a GradScaler looks for calls in an order that trains wrongly, such as a clip of scaled
+/// gradients: see the guide's page on mistakes. It warns once of each. A mistake that begins later
+/// is not reported. Errors that are certain, such as a second unscale_, do not depend on this.
+struct CheckOrder {
+  /// Iterations from the first on. These are slower: they compare weights and gradients, without
+  /// waiting for a device. 0: none.
+  int64_t first_iterations = 3;
+};
+
 /// The argument of GradScalerOptions::on_limit.
 struct ScaleLimit {
   /// The kinds of limits.
