@@ -164,8 +164,9 @@ class TrainingStep {
   /// Warns if a window is open: call finish() first.
   ~TrainingStep() {
     if (pending() == 0) return;
-    detail::warn("TrainingStep: destroyed with ", pending(), " of ", micro_batches_,
-                 " micro-batches pending: their gradients are lost. Call finish() first.");
+    detail::warn_in_destructor(
+        {"TrainingStep: destroyed with ", pending(), " of ", micro_batches_,
+         " micro-batches pending: their gradients are lost. Call finish() first."});
     accumulation_->discard();
   }
 

@@ -28,9 +28,10 @@ namespace TORCHAMP_NAMESPACE {
 
 inline Accumulation::~Accumulation() {
   if (!window_ || window_->pending == 0) return;
-  detail::warn("Accumulation: destroyed with ", window_->pending, " of ", micro_batches_,
-               " micro-batches pending", sum_ ? "" : "; later gradients will be added to theirs",
-               ". First call flush() to step with them, or discard() to drop them.");
+  detail::warn_in_destructor(
+      {"Accumulation: destroyed with ", window_->pending, " of ", micro_batches_,
+       " micro-batches pending", sum_ ? "" : "; later gradients will be added to theirs",
+       ". First call flush() to step with them, or discard() to drop them."});
 }
 
 inline std::optional<AccumulationResult> Accumulation::backward(const at::Tensor& loss) {
