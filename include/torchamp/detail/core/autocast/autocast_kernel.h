@@ -2,7 +2,10 @@
 // torchamp's kernels under the autocast keys, and which of them a policy needs.
 #pragma once
 
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/core/operator_name.h>
 #include <ATen/core/stack.h>
 #include <c10/core/DeviceType.h>
@@ -104,13 +107,17 @@ class DropCastsOfWritten {
   /// `written`: an argument of the call, a tensor or a list.
   explicit DropCastsOfWritten(const c10::IValue& written) {
     for_each_tensor_of(written, [this](const at::Tensor& tensor) {
-      if (may_be_weight(tensor)) weights_.push_back(tensor);
+      if (!may_be_weight(tensor)) return;
+      is_fp32_ = is_fp32_ || tensor.scalar_type() == at::kFloat;
+      const bool is_counted = tensor.requires_grad() || tensor.is_view() || tensor.is_inference();
+      if (!is_counted) uncounted_.push_back(tensor);
     });
   }
   DropCastsOfWritten(const DropCastsOfWritten&) = delete;
   DropCastsOfWritten& operator=(const DropCastsOfWritten&) = delete;
   ~DropCastsOfWritten() {
-    if (!weights_.empty()) weights_changed(weights_);
+    if (is_fp32_) at::autocast::clear_cache();
+    if (!uncounted_.empty()) weights_changed(uncounted_);
   }
 
  private:
@@ -120,7 +127,8 @@ class DropCastsOfWritten {
     return tensor.requires_grad() || (tensor.has_storage() && tensor.storage().use_count() > 1);
   }
 
-  std::vector<at::Tensor> weights_;
+  bool is_fp32_ = false;               // LibTorch's cache holds no others
+  std::vector<at::Tensor> uncounted_;  // `.data()`; torchamp's cache notices counted writes itself
 };
 
 class AutocastKernel final : public c10::OperatorKernel {
