@@ -114,6 +114,12 @@ inline constexpr std::string_view gather_ops[] = {
     "embedding"sv, "im2col"sv, "unfold_copy"sv, "avg_pool2d"sv, "_adaptive_avg_pool2d"sv,
     "adaptive_max_pool2d"sv, "max_pool2d_with_indices"sv};
 inline constexpr std::string_view gather_of_one_dtype_ops[] = {"embedding_bag"sv};
+/// Products that LibTorch has on no list. ("name." is the overload without a name: others take fp8.)
+inline constexpr std::string_view unlisted_product_ops[] = {
+    "_grouped_mm"sv, "_scaled_dot_product_attention_math"sv,
+    "_scaled_dot_product_flash_attention_for_cpu"sv, "_scaled_dot_product_efficient_attention"sv,
+    "_scaled_dot_product_cudnn_attention"sv, "_scaled_dot_product_fused_attention_overrideable"sv,
+    "_efficient_attention_forward"sv, "_cudnn_attention_forward"sv, "_flash_attention_forward."sv};
 /// Ops with a `dtype` argument whose backward formulas compute in the dtype of the result. For the
 /// rule fp32 they are asked for fp32, which saves the cast of the input. The formulas of all other
 /// ops with such an argument (norms) compute in the dtype of the input, so that is cast.
@@ -170,6 +176,7 @@ inline constexpr OpFamily complex_view("complex_view", complex_view_ops);
 inline constexpr OpFamily index_sum("index_sum", index_sum_ops);
 inline constexpr OpFamily gather("gather", gather_ops);
 inline constexpr OpFamily gather_of_one_dtype("gather_of_one_dtype", gather_of_one_dtype_ops);
+inline constexpr OpFamily unlisted_product("unlisted_product", unlisted_product_ops);
 inline constexpr OpFamily cpu_promoted("cpu_promoted", cpu_promoted_ops);
 inline constexpr OpFamily promoted("promoted", promoted_ops);
 inline constexpr OpFamily one_dtype("one_dtype", one_dtype_ops);
@@ -218,6 +225,7 @@ inline constexpr StandardRow standard_rows[] = {
     {promoted, {Cast::promote}},
     {safe_softmax, {Cast::fp32}},
     {probability_loss, {Cast::fp32}},
+    {unlisted_product, {Cast::lower_precision, Where::no_native_kernel}},
     {recurrent_layer, {Cast::lower_precision}, /*on_cpu=*/{Cast::fp32, Where::no_16_bit_layer}},
     {decomposition, {Cast::fp32, Where::no_native_kernel}},
     {fp32_only, {Cast::fp32, Where::no_native_kernel}},
