@@ -15,7 +15,7 @@ set(_torchamp_docs_headers
     torchamp
     # The training loop
     training_step training_result training_log
-    autocast autocast_state cast_cache weight_cache policy fp8 fp8_options policy_text policy_file ops
+    autocast autocast_state cast_cache cpu_products weight_cache policy fp8 fp8_options policy_text policy_file ops
     rule
     grad_scaler grad_scaler_options predictive_scale closure_step step_result missing_gradients
     accumulate accumulation safe_accumulation optim scaled_step clip_grad cuda_graph

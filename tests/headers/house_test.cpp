@@ -29,8 +29,8 @@ using Names = std::set<std::string>;
 // ---- What the house has -------------------------------------------------------------------------
 
 /// The folders of detail/core/, from the lowest floor up.
-constexpr std::string_view floors[] = {"base",      "runtime", "policy", "autocast",
-                                       "gradients", "optim",   "scaler"};
+constexpr std::string_view floors[] = {"base",     "runtime",   "products", "policy",
+                                       "autocast", "gradients", "optim",    "scaler"};
 /// Of torchamp.h, which has all of the core and nothing above it.
 constexpr std::string_view whole_core = "torchamp.h";
 
@@ -41,6 +41,7 @@ struct PublicHeaders {
 };
 constexpr PublicHeaders public_headers[] = {
     {"version.h", "base"},
+    {"cpu_products.h", "products"},
     {"ops.h", "policy"},
     {"rule.h", "policy"},
     {"policy.h", "policy"},

@@ -9,6 +9,7 @@
 #include <ATen/core/stack.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/empty.h>
+#include <ATen/record_function.h>
 #include <c10/core/DispatchKey.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/ScalarType.h>
@@ -134,6 +135,7 @@ class ProductKernel final : public c10::OperatorKernel {
 
   /// Replaces the operands by others in fp32. Returns those that are to be written.
   std::vector<at::Tensor> convert(torch::jit::Stack& stack) const {
+    const at::DisableRecordFunctionGuard part_of_this_op;
     std::vector<at::Tensor> written;
     c10::IValue* const arguments = stack.data() + stack.size() - argument_count_;
     for (const Operand& operand : operands_) {
@@ -151,6 +153,7 @@ class ProductKernel final : public c10::OperatorKernel {
 
   void round_results(std::vector<at::Tensor>& written, at::ScalarType dtype,
                      torch::jit::Stack& stack) const {
+    const at::DisableRecordFunctionGuard part_of_this_op;
     c10::IValue* const results = stack.data() + stack.size() - result_count_;
     for (std::size_t i = 0; i < result_count_; ++i) {
       const at::Tensor& result = results[i].toTensor();
