@@ -75,6 +75,20 @@ inline void warn_once(std::atomic<bool>& is_known, Pieces pieces) {
   if (c10::WarningUtils::get_warnAlways() || !is_known.exchange(true)) warn(pieces);
 }
 
+/// Drops the calling thread's warnings that have `text`, and passes on all others, while it lives.
+class NoWarning final : public c10::WarningHandler {
+ public:
+  explicit NoWarning(const char* text) : text_(text) {}
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find(text_) == std::string::npos) outer_->process(warning);
+  }
+
+ private:
+  const char* text_;
+  c10::WarningHandler* outer_ = c10::WarningUtils::get_warning_handler();
+  c10::WarningUtils::WarningHandlerGuard guard_{this};
+};
+
 /// The number of single-character edits between two names; for long ones, between their beginnings.
 inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   const std::string from(a.substr(0, longest_shown)), to(b.substr(0, longest_shown));

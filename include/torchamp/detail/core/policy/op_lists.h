@@ -153,7 +153,12 @@ inline constexpr std::string_view fill_ops[] = {"masked_fill.Scalar"};
 inline constexpr std::string_view noisy_ops[] = {"rrelu"};
 /// See Note [Binary cross entropy].
 inline constexpr std::string_view probability_loss_ops[] = {"binary_cross_entropy"};
-/// See Note [Recurrent layers].
+// Note [Recurrent layers]
+// On CUDA, lstm, gru, rnn_tanh and rnn_relu end in _cudnn_rnn, whose autocast kernel casts to fp16
+// whatever the region's dtype is. So where CUDA's lists are followed, Policy::standard() casts the
+// layers' own arguments. The casts of the weights then do not lie in one piece of memory as cuDNN
+// wants them: each call puts them together, with a warning, which is dropped. On a CPU an LSTM ends
+// in oneDNN's; for CPUs that oneDNN has none for, see runs_lstm().
 inline constexpr std::string_view recurrent_layer_ops[] = {"lstm", "gru", "rnn_tanh", "rnn_relu"};
 
 // Note [Compiled code]
@@ -192,7 +197,6 @@ inline constexpr OpFamily weight_writing("weight_writing", weight_writing_ops);
 enum class Where : std::uint8_t {
   always,
   no_native_kernel,  ///< where LibTorch has no autocast kernel of its own for the op
-  no_16_bit_layer,   ///< where a CPU has no such layer: see Note [Recurrent layers]
   call_is_refused,   ///< for calls that LibTorch refuses: see Note [What LibTorch refuses]
   call_sums,         ///< for calls that sum; other calls follow the rule promote
   backward_sums,     ///< always, and the backward pass in fp32: see Note [Sums in 16 bits]
@@ -226,7 +230,7 @@ inline constexpr StandardRow standard_rows[] = {
     {safe_softmax, {Cast::fp32}},
     {probability_loss, {Cast::fp32}},
     {unlisted_product, {Cast::lower_precision, Where::no_native_kernel}},
-    {recurrent_layer, {Cast::lower_precision}, /*on_cpu=*/{Cast::fp32, Where::no_16_bit_layer}},
+    {recurrent_layer, {Cast::lower_precision}, /*on_cpu=*/{}},
     {decomposition, {Cast::fp32, Where::no_native_kernel}},
     {fp32_only, {Cast::fp32, Where::no_native_kernel}},
     {sparse, {Cast::fp32, Where::no_native_kernel}},
