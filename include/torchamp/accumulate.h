@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Accumulation: one step with the gradients of several micro-batches.
+/// @brief Extra. Accumulation: one step with the gradients of several micro-batches.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

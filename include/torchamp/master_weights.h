@@ -2,7 +2,8 @@
 #pragma once
 
 /// @file
-/// @brief MasterWeights: a model in 16 bits, with fp32 masters of its weights for the optimizer.
+/// @brief Extra. MasterWeights: a model in 16 bits, with fp32 masters of its weights for the
+/// optimizer.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>

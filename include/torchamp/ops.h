@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief The ops that an edit of a policy names.
+/// @brief Core. The ops that an edit of a policy names.
 
 #include <algorithm>
 #include <cstddef>

@@ -20,7 +20,7 @@
 #include "torchamp/autocast.h"
 #include "torchamp/detail/core/policy/op_lists.h"
 #include "torchamp/detail/core/policy/schema.h"
-#include "torchamp/fp8.h"
+#include "torchamp/labs/fp8.h"
 
 namespace {
 
