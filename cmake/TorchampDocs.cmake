@@ -15,7 +15,7 @@ set(_torchamp_docs_headers
     torchamp
     # The training loop
     training_step training_result training_log
-    autocast autocast_state cast_cache weight_cache policy policy_text ops rule
+    autocast autocast_state cast_cache cpu_products weight_cache policy policy_text ops rule
     grad_scaler grad_scaler_options closure_step missing_gradients
     accumulate optim muon_options split_for_muon lr_scheduler scaled_step clip_grad cuda_graph
     # Models

@@ -21,6 +21,7 @@
 #endif
 
 #include "torchamp/autocast.h"
+#include "torchamp/cpu_products.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
 #include "torchamp/policy.h"
@@ -40,6 +41,7 @@
 #include "torchamp/detail/core/policy/policy-inl.h"
 #include "torchamp/detail/core/policy/rules-inl.h"
 #include "torchamp/detail/core/policy/schema-inl.h"
+#include "torchamp/detail/core/products/cpu_products-inl.h"
 #include "torchamp/detail/core/scaler/grad_scaler-inl.h"
 
 namespace TORCHAMP_NAMESPACE {

@@ -37,13 +37,13 @@ namespace TORCHAMP_NAMESPACE {
 /// removes the conditional rules below it.
 class Policy {
  public:
-  /// fp16 (or bf16) for matmul, conv and linear ops; fp32 for additions, reductions and
-  /// binary_cross_entropy (see Note [Binary cross entropy]); LibTorch's own kernels for the rest,
+  /// fp16 (or bf16) for matmul, conv and linear ops; fp32 for additions, reductions, sums over
+  /// indices and windows (see Note [Sums in 16 bits]) and binary_cross_entropy (see Note [Binary
+  /// cross entropy]); LibTorch's own kernels for the rest,
   /// and where a device lacks a kernel for an op on LibTorch's CUDA lists, the rule of that list.
   /// Calls that LibTorch would reject for their dtypes are cast as Note [What LibTorch refuses]
   /// says; other in-place and out= forms are unchanged. Sums of gradients that autograd makes keep
-  /// their dtype: see Note [Sums of gradients]. On a CPU without LSTMs in the region's dtype
-  /// (oneDNN's bf16 ones need avx512), LSTMs, GRUs and RNNs run in fp32, with one warning.
+  /// their dtype: see Note [Sums of gradients].
   static Policy standard();
 
   /// LibTorch's own lists for each device, exactly.
@@ -83,9 +83,7 @@ class Policy {
 
   /// The rule of one overload on one type of device, without conditional rules. A name without
   /// overload means the overload without a name, or else all castable overloads, if they have one
-  /// rule; otherwise an error lists them. An op on no list is `unchanged`. Where a CPU has
-  /// recurrent layers in only one 16-bit dtype, the rule is that for the calling thread's autocast
-  /// dtype; the first query tries the kernel.
+  /// rule; otherwise an error lists them. An op on no list is `unchanged`.
   Cast lookup(std::string_view op, at::DeviceType device) const {
     return common_rule("Policy::lookup", op, device, /*in_effect=*/false);
   }

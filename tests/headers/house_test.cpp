@@ -28,8 +28,9 @@ using Names = std::set<std::string>;
 // ---- Layers and topics --------------------------------------------------------------------------
 
 /// The folders of detail/core/, from the lowest layer up.
-constexpr std::string_view core_layers[] = {"base",      "runtime", "policy",      "autocast",
-                                            "gradients", "optim",   "check_order", "scaler"};
+constexpr std::string_view core_layers[] = {"base",   "runtime",     "products",
+                                            "policy", "autocast",    "gradients",
+                                            "optim",  "check_order", "scaler"};
 /// It includes all of the core and nothing above it.
 constexpr std::string_view whole_core = "torchamp.h";
 
@@ -41,6 +42,7 @@ struct PublicHeaders {
 };
 constexpr PublicHeaders public_headers[] = {
     {"version.h", "base"},
+    {"cpu_products.h", "products"},
     {"ops.h", "policy"},
     {"rule.h", "policy"},
     {"policy.h", "policy"},

@@ -30,7 +30,6 @@ const std::map<std::string, std::set<std::string>, std::less<>> layers{
     {"labs/detail/fp8/lanes.h", {"__attribute__", "__builtin_"}},
     {"detail/extras/io/open_file.h",
      {"fcntl.h", "sys/", "unistd.h", "pread", "fsync", "flock", "fchmod", "fchown"}},
-    {"detail/extras/shared/cpu_units.h", {"sys/", "getauxval"}},
 };
 
 struct Rule {

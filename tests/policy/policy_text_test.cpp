@@ -258,6 +258,8 @@ TEST(PolicyText, LoadsFromAFile) {
   EXPECT_ERROR((void)torchamp::load_policy(path),
                "torchamp::load_policy: cannot read '" + path + "': No such file or directory.");
   EXPECT_ERROR((void)torchamp::load_policy(::testing::TempDir()), "': Is a directory.");
+  std::ofstream(path) << std::string((1 << 20) + 1, '\n');  // as from a device without an end
+  EXPECT_ERROR((void)torchamp::load_policy(path), "' is longer than 1048576 bytes");
 }
 
 }  // namespace

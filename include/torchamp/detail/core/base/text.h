@@ -62,10 +62,32 @@ inline void warn(Pieces pieces) {
   TORCH_WARN(joined(pieces));
 }
 
+/// Warns out of a destructor, and drops what the program's warning handler throws.
+TORCHAMP_RARE inline void warn_in_destructor(Pieces pieces) noexcept {
+  try {
+    warn(pieces);
+  } catch (...) {
+  }
+}
+
 /// Warns the first time for `is_known`, or always where LibTorch was asked to always warn.
 inline void warn_once(std::atomic<bool>& is_known, Pieces pieces) {
   if (c10::WarningUtils::get_warnAlways() || !is_known.exchange(true)) warn(pieces);
 }
+
+/// Drops the calling thread's warnings that have `text`, and passes on all others, while it lives.
+class NoWarning final : public c10::WarningHandler {
+ public:
+  explicit NoWarning(const char* text) : text_(text) {}
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find(text_) == std::string::npos) outer_->process(warning);
+  }
+
+ private:
+  const char* text_;
+  c10::WarningHandler* outer_ = c10::WarningUtils::get_warning_handler();
+  c10::WarningUtils::WarningHandlerGuard guard_{this};
+};
 
 /// The number of single-character edits between two names; for long ones, between their beginnings.
 inline std::size_t edit_distance(std::string_view a, std::string_view b) {

@@ -18,7 +18,6 @@
 
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/policy/op_lists.h"
-#include "torchamp/detail/core/policy/recurrent_layers.h"
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/schema.h"
 
@@ -40,16 +39,6 @@ inline const Edit* last_that_holds(const std::vector<Edit>& edits,
   return nullptr;
 }
 
-/// Whether a rule is for CPUs without a 16-bit recurrent layer, and the device has it. Warns, once,
-/// where such a rule holds.
-inline bool is_for_cpus_without_layers(const CallRule& rule, at::DeviceType device,
-                                       at::ScalarType dtype) {
-  if (rule.where != Where::no_16_bit_layer) return false;
-  if (has_recurrent_layers(device, dtype)) return true;
-  warn_of_recurrent_layers_in_fp32(dtype);
-  return false;
-}
-
 TORCHAMP_BODY CallRule PolicyData::decide(const KernelRule& of_kernel, at::DeviceType device,
                                           const OpCall& call) const {
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
@@ -57,7 +46,7 @@ TORCHAMP_BODY CallRule PolicyData::decide(const KernelRule& of_kernel, at::Devic
   const Edit* const edit = last_that_holds(edits, *of_kernel.conditional, dtype, call);
   if (edit != nullptr) rule = {.cast = edit->cast, .op_rule = edit->op_rule.get()};
   const bool is_for_scripts = of_kernel.in_scripts_only && torch::jit::currentCallstack().empty();
-  if (is_for_scripts || is_for_cpus_without_layers(rule, device, dtype)) rule = {};
+  if (is_for_scripts) rule = {};
   announce(choice_scope, to_string(rule.cast));
   rule.decided_by_call = true;
   return rule;
@@ -129,10 +118,7 @@ inline TableRule unconditional_rule(const PolicyData& policy, const OverloadRule
 
 TORCHAMP_BODY Cast lookup_rule(const PolicyData& policy, const c10::OperatorHandle& op,
                                at::DeviceType device) {
-  const TableRule rule = unconditional_rule(policy, policy.edited(op), TabledOp(op), device);
-  const bool holds = rule.where != Where::no_16_bit_layer ||
-                     !has_recurrent_layers(device, at::autocast::get_autocast_dtype(device));
-  return holds ? rule.cast : libtorch_rule(op, device);
+  return unconditional_rule(policy, policy.edited(op), TabledOp(op), device).cast;
 }
 
 /// Whether LibTorch would cast the op's arguments, or those of ops that it calls.
@@ -189,7 +175,7 @@ TORCHAMP_BODY KernelRule kernel_rule(const PolicyData& policy, const TabledOp& o
   of_kernel.in_scripts_only = has_rule && is_called_by_compiled_code(of.op, device);
   if (has_conditions) {
     of_kernel.conditional = &edited->conditional;
-  } else if (of_kernel.in_scripts_only || of_kernel.where == Where::no_16_bit_layer) {
+  } else if (of_kernel.in_scripts_only) {
     of_kernel.conditional = &no_edits;
   }
   return of_kernel;

@@ -22,6 +22,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -159,6 +160,33 @@ class WeightCasts {
 /// includes that header.
 inline const WeightCasts* registered_weight_casts = nullptr;
 
+// ---- Products on CPUs ---------------------------------------------------------------------------
+
+/// Whose kernels compute products of a 16-bit dtype on CPUs: see Note [Products on CPUs].
+enum class ProductKernels : std::uint8_t { undecided, libtorch, fp32 };
+
+/// What a CPU is slow in, or not, one by one. Matrices come first, and are decided last.
+enum class ProductFamily : std::uint8_t { matrices, convolutions, layers };
+inline constexpr std::size_t product_families = 3;
+
+/// One family of products, in one dtype.
+struct ProductState {
+  std::atomic<ProductKernels> kernels = ProductKernels::undecided;
+  std::optional<bool> is_slow;  // by LibTorch's kernels; unset: not measured
+};
+
+/// Guarded by the runtime's mutex, except for what is atomic.
+struct CpuProductsState {
+  std::array<ProductState, product_families> fp16, bf16;
+  std::optional<ProductKernels> choice;  // undecided: the faster kernels; unset: not asked for yet
+  std::array<bool, product_families> are_registered{};
+
+  /// fp16 or bf16.
+  std::array<ProductState, product_families>& of(at::ScalarType dtype) {
+    return dtype == at::kHalf ? fp16 : bf16;
+  }
+};
+
 // ---- The runtime --------------------------------------------------------------------------------
 
 // Note [One runtime per process]
@@ -186,10 +214,12 @@ struct KnownKernel {
 struct SharedRuntime {
   using Kernels = std::unordered_map<c10::OperatorName, KnownKernel>;
 
-  std::mutex mutex;  // guards `kernels`, registering them, and making `kept_weights`
+  std::mutex mutex;  // guards `kernels`, registering kernels, and making `kept_weights`
   std::array<Kernels, device_count> kernels;  // by device
 
   std::atomic<KeptWeights*> kept_weights = nullptr;  // never freed, like the runtime
+
+  CpuProductsState cpu_products;
 
   const std::string slot_text = "torchamp policy";
   const std::string_view slot_name = slot_text;

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 
 #include "torchamp/detail/core/scaler/scale_memory.h"
 #include "torchamp/grad_scaler_options.h"
@@ -47,15 +48,17 @@ inline at::Tensor as_fp32(const at::Tensor& x) {
 
 /// What an update starts from.
 inline ScaleMemory<double> initial_memory(const GradScalerOptions& options) {
-  return {.scale = static_cast<float>(options.init_scale),
-          .growth_tracker = static_cast<double>(options.growth_tracker_start),
-          .credit = static_cast<double>(options.hysteresis),
-          .skips = 0.};
+  ScaleMemory<double> memory{};
+  for (const auto& row : scale_memory_rows<double>) memory.*row.number = row.initial(options);
+  return memory;
 }
 
-/// Whether ATen's kernel for torch.amp is the whole update. It keeps no credit.
+/// Whether ATen's kernel for torch.amp is the whole update. It keeps none of torchamp's own
+/// numbers.
 inline bool is_torch_update(const GradScalerOptions& options) {
-  return options.dynamic && options.hysteresis == 1 && options.growth_tracker_start == 0;
+  return options.dynamic && options.growth_tracker_start == 0 &&
+         std::none_of(std::begin(scale_memory_rows<double>), std::end(scale_memory_rows<double>),
+                      [&](const auto& row) { return row.wanted(options); });
 }
 
 /// What is remembered after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor):

@@ -24,7 +24,6 @@
 
 #include "torchamp/detail/core/base/autograd_node.h"
 #include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/detail/extras/shared/cpu_units.h"
 #include "torchamp/detail/extras/weights/derived.h"
 #include "torchamp/labs/detail/fp8/formats.h"
 #include "torchamp/labs/detail/fp8/quantize.h"
@@ -35,8 +34,8 @@ namespace torchamp::detail {
 // Note [The rehearsal of fp8 on a CPU]
 // Every code of both formats is exact in bf16, and a bf16 product sums in fp32. So a bf16 product
 // of the decoded values, multiplied by the scales (powers of two), equals the result of a GPU's fp8
-// units, except for their order and precision of sums. Where bf16 products are slow, or the result
-// is fp16, whose range the unscaled sums could exceed, the product is computed in fp32 and rounded
+// units, except for their order and precision of sums. Where the result is
+// fp16, whose range the unscaled sums could exceed, the product is computed in fp32 and rounded
 // once.
 //
 // A GPU of compute capability 9.0 aligns 32 products, and the sum before them, to the largest, and
@@ -55,8 +54,7 @@ inline at::Tensor decoded(const Fp8Matrix& matrix, at::ScalarType dtype) {
 
 /// See Note [The rehearsal of fp8 on a CPU].
 inline at::Tensor rehearsed_product(const Fp8Matrix& a, const Fp8Matrix& b, at::ScalarType dtype) {
-  const bool in_bf16 = dtype == at::kBFloat16 && cpu_has_bf16_units();
-  const at::ScalarType values = in_bf16 ? at::kBFloat16 : at::kFloat;
+  const at::ScalarType values = dtype == at::kBFloat16 ? at::kBFloat16 : at::kFloat;
   at::Tensor product = at::mm(decoded(a, values), decoded(b, values).t());
   if (a.inverse_scale.defined()) product.mul_(a.inverse_scale.mul(b.inverse_scale));
   return product.to(dtype);
