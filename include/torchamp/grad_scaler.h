@@ -2,8 +2,8 @@
 #pragma once
 
 /// @file
-/// @brief GradScaler: scales the loss, skips bad steps, adapts the scale. StepResult: what came of
-/// a step.
+/// @brief Core. GradScaler: scales the loss, skips bad steps, adapts the scale. StepResult: what
+/// came of a step.
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>

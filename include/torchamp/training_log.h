@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief TrainingStepOptions::log: a file with a line for each step.
+/// @brief Extra. TrainingStepOptions::log: a file with a line for each step.
 ///
 /// With this header a TrainingStep takes `.log = "run.csv"`. The file begins with the line
 /// `step,loss,scale,skipped,norm,time`. Each step adds a line: its number, the loss (of the

@@ -31,36 +31,11 @@
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
+#include "torchamp/detail/core/runtime/native_kernel.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/ops.h"
 
-#if TORCHAMP_LIBTORCH < 209
-/// Gives an op's kernel, which LibTorch has no public function for before 2.9. An OperatorHandle
-/// befriends all classes of this template, so this one, which LibTorch itself never names, may read
-/// its private operatorDef_. To go with the support of 2.8.
-template <>
-class c10::TypedOperatorHandle<struct TorchampKernelLookup> {
- public:
-  static const KernelFunction& kernel(const OperatorHandle& op, DispatchKey key) {
-    return op.operatorDef_->op.lookup(DispatchKeySet(key));
-  }
-};
-#endif
-
 namespace torchamp::detail {
-
-/// An op's kernel, to be called by callBoxed().
-#if TORCHAMP_LIBTORCH >= 209
-using NativeKernel = c10::SafeKernelFunction;
-inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
-  return op.getComputedKernelForDispatchKey(key);
-}
-#else
-using NativeKernel = c10::KernelFunction;
-inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
-  return c10::TypedOperatorHandle<TorchampKernelLookup>::kernel(op, key);
-}
-#endif
 
 /// The op's kernel under the device's autocast key, if it has one: LibTorch's, as long as
 /// torchamp's is not registered, afterwards torchamp's.
