@@ -49,6 +49,7 @@ inline std::optional<StepResult> Accumulation::backward(const at::Tensor& loss) 
   }
   stage_ = Stage::adding;
   scaled.backward();
+  detail::separate_window_gradients(optimizer_);
   stage_ = Stage::open;
   note_gradients();
   if (++window_->pending < micro_batches_) return std::nullopt;

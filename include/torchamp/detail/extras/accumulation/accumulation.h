@@ -18,6 +18,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
+#include "torchamp/detail/core/gradients/separate.h"
 #include "torchamp/detail/core/gradients/shards.h"
 #include "torchamp/detail/core/scaler/misuse.h"
 #include "torchamp/detail/core/scaler/optimizer_identity.h"
@@ -105,14 +106,14 @@ inline void take_unscaled(StepLedger& ledger, torch::optim::Optimizer& optimizer
                                      .shards = shards_of(optimizer, "GradScaler::step")};
 }
 
-/// Calls f(gradient) with those that a window of the optimizer has: of its parameters, of weights
-/// whose masters these are, and those in the model that were not sent to shards.
+/// Calls f(parameter) with each tensor that may hold a gradient of the optimizer's window: each
+/// parameter, the weight whose master it is, and weights whose gradients were not sent to shards.
 template <class F>
-void for_each_gradient(const torch::optim::Optimizer& optimizer, const F& f) {
-  const auto visit = [&f](const at::Tensor& parameter) {
-    if (parameter.defined() && gradient_of(parameter).defined()) f(gradient_of(parameter));
+void for_each_holder(const torch::optim::Optimizer& optimizer, const F& f) {
+  const auto visit = [&f](const at::Tensor& tensor) {
+    if (tensor.defined()) f(tensor);
   };
-  any_parameter(optimizer, [&visit](const at::Tensor& parameter) {
+  any_parameter(optimizer, [&](const at::Tensor& parameter) {
     visit(parameter);
     visit(narrow_of(parameter));
     return false;
@@ -120,6 +121,20 @@ void for_each_gradient(const torch::optim::Optimizer& optimizer, const F& f) {
   if (const auto unsent = unsent_of(optimizer)) {
     for (const at::Tensor& parameter : unsent->parameters()) visit(parameter);
   }
+}
+/// Calls f(gradient) with each gradient of the optimizer's window.
+template <class F>
+void for_each_gradient(const torch::optim::Optimizer& optimizer, const F& f) {
+  for_each_holder(optimizer, [&f](const at::Tensor& tensor) {
+    if (gradient_of(tensor).defined()) f(gradient_of(tensor));
+  });
+}
+/// Gives each gradient of the window its own memory, before a backward adds to the gradients: see
+/// Note [Gradients in one memory].
+inline void separate_window_gradients(const torch::optim::Optimizer& optimizer) {
+  GradientSeparator separator;
+  for_each_holder(optimizer, [&](const at::Tensor& tensor) { separator.add(tensor); });
+  separator.separate();
 }
 
 /// Changes, but for chance, where one of these is written to or replaced.
