@@ -17,10 +17,10 @@ set(_torchamp_docs_headers
     training_step training_result training_log
     autocast autocast_state cast_cache weight_cache policy fp8 fp8_options policy_text policy_file ops
     rule
-    grad_scaler grad_scaler_options predictive_scale closure_step step_result missing_gradients
-    accumulate accumulation safe_accumulation optim scaled_step clip_grad cuda_graph
+    grad_scaler grad_scaler_options closure_step missing_gradients
+    accumulate optim muon_options split_for_muon lr_scheduler scaled_step clip_grad cuda_graph
     # Models
-    custom_function module_policy recompute host_memory master_weights
+    custom_function module_policy recompute master_weights
     # To look at
     cast_recorder precision_audit audit_row overflow_report non_finite_op underflow_meter
     # Files and processes

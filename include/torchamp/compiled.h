@@ -35,6 +35,7 @@
 #include "torchamp/detail/core/autocast/environment-inl.h"
 #include "torchamp/detail/core/autocast/policy_scope-inl.h"
 #include "torchamp/detail/core/autocast/region-inl.h"
+#include "torchamp/detail/core/check_order/order_check-inl.h"
 #include "torchamp/detail/core/optim/fused_optimizer-inl.h"
 #include "torchamp/detail/core/policy/policy-inl.h"
 #include "torchamp/detail/core/policy/rules-inl.h"
@@ -51,5 +52,6 @@ template class FusedOptimizerOf<detail::AdamKernel>;
 template class FusedOptimizerOf<detail::AdamWKernel>;
 template class FusedOptimizerOf<detail::SgdKernel>;
 template class FusedOptimizerOf<detail::AdagradKernel>;
+template class FusedOptimizerOf<detail::MuonKernel>;
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -105,7 +105,7 @@ class TrainingCheckpoint {
   ///
   /// May be called within an iteration, after an exception, say: the scalers then forget what they
   /// have recorded about the added optimizers, as by discard(). Clear the gradients, which are of
-  /// the weights before. An error within a window of an Accumulation or a SafeAccumulation. Within
+  /// the weights before. An error within a window of an Accumulation. Within
   /// a region, later ops use the new weights.
   ///
   /// A file that is damaged or does not fit the added objects is an error and changes nothing: a

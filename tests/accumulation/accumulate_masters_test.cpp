@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "support/dropping_accumulation.h"
 #include "support/expect_error.h"
 #include "support/leaf.h"
 #include "support/non_finite.h"
@@ -18,7 +19,6 @@
 
 using torchamp::Accumulation;
 using torchamp::GradScaler;
-using torchamp::SafeAccumulation;
 
 namespace {
 
@@ -85,7 +85,7 @@ TEST(AccumulationOfMasterWeights, AreNotTakenIntoTheMeanOfMicroBatches) {
   const at::Tensor beside = zero();
   auto optimizer = sgd({narrow.masters->parameters()[0], beside});
   GradScaler scaler({.init_scale = 1024.});
-  SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   accumulation.backward(narrow.loss(1) + beside.sum());
   EXPECT_ERROR(accumulation.step([&] { narrow.masters->take_gradients(); }),
                "gradients came after unscale_");
@@ -138,7 +138,7 @@ TEST(AccumulationOfMasterWeights, AddsNothingThatAnExceptionHasLeft) {
     Narrow narrow;
     auto optimizer = sgd(narrow.masters->parameters());
     GradScaler scaler({.init_scale = 1024.});
-    SafeAccumulation accumulation(scaler, optimizer);
+    DroppingAccumulation accumulation(scaler, optimizer);
     accumulation.before_unscale([] { throw std::runtime_error("out of luck"); });
     EXPECT_THROW(accumulation.backward(narrow.loss(8)), std::runtime_error);
     EXPECT_TRUE(narrow.net->weight.grad().defined());
@@ -161,7 +161,7 @@ TEST(AccumulationOfMasterWeights, LeavesGradientsThatWereForgotten) {
     auto optimizer = sgd({narrow.masters->parameters()[0], beside});
     GradScaler scaler({.init_scale = 1024.});
     if (safe) {
-      SafeAccumulation accumulation(scaler, optimizer);
+      DroppingAccumulation accumulation(scaler, optimizer);
       accumulation.backward(narrow.loss(1) + beside.sum());
       EXPECT_TRUE(accumulation.step().stepped());
     } else {
@@ -176,7 +176,7 @@ TEST(AccumulationOfMasterWeights, DropsBadMicroBatches) {
   Narrow narrow;
   auto optimizer = sgd(narrow.masters->parameters());
   GradScaler scaler({.init_scale = 1024.});
-  SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   accumulation.before_unscale([&] { narrow.masters->take_gradients(); });
   for (const float x : {1.F, kInf, 3.F}) accumulation.backward(narrow.loss(x));
   EXPECT_EQ(accumulation.step().kept(), 2);

@@ -19,6 +19,7 @@
 #include <utility>
 #include <vector>
 
+#include "support/dropping_accumulation.h"
 #include "support/tolerances.h"
 
 using torchamp::AutocastGuard;
@@ -153,7 +154,7 @@ TEST(StepInRegion, EachEvaluationOfAClosureSeesTheWeightsOfTheLast) {
       std::optional<AutocastGuard> around;
       if (whole) around.emplace(at::kCPU, at::kBFloat16);
       for (int i = 0; i < 2; ++i) {
-        scaler.step(optimizer, [&] {
+        step(scaler, optimizer, [&] {
           const AutocastGuard autocast(at::kCPU, at::kBFloat16);
           return (torch::ones({4, 4}).mm(weight).to(at::kFloat) - 1).pow(2).sum();
         });
@@ -172,7 +173,7 @@ TEST(StepInRegion, AStepWithAClosureIsSeen) {
   torch::optim::SGD optimizer({weight}, torch::optim::SGDOptions(0.5));
   GradScaler scaler;
   expect_seen(weight, [&](const at::Tensor&) {
-    scaler.step(optimizer, [&] { return torch::ones({4, 4}).mm(weight).to(at::kFloat).sum(); });
+    step(scaler, optimizer, [&] { return torch::ones({4, 4}).mm(weight).to(at::kFloat).sum(); });
   });
 }
 
@@ -200,7 +201,7 @@ TEST(StepInRegion, AccumulatedStepsAreSeen) {
     GradScaler scaler({.enabled = enabled});
     torchamp::Accumulation accumulation(scaler, optimizer, 1);
     expect_seen(weight, [&](const at::Tensor& loss) { accumulation.backward(loss); });
-    torchamp::SafeAccumulation safe(scaler, optimizer);
+    DroppingAccumulation safe(scaler, optimizer);
     expect_seen(weight, [&](const at::Tensor& loss) {
       safe.backward(loss);
       safe.step();

@@ -103,8 +103,8 @@ TEST(TrainingCheckpointRecovery, IsRefusedWithinAWindowOfAccumulation) {
   }
   EXPECT_ERROR(
       (void)run.checkpoint.load(),
-      "this is within a window of gradient accumulation. First end it: Accumulation::flush() or "
-      "SafeAccumulation::step() steps with it, discard() drops it.");
+      "this is within a window of gradient accumulation. First end it: Accumulation::flush() "
+      "steps with it, discard() drops it.");
   EXPECT_EQ(run.net->weight[0][0].item<float>(), 7.F) << "as it was";
   accumulation.discard();
   EXPECT_TRUE(run.checkpoint.load());

@@ -147,6 +147,12 @@ TEST(GradScalerArchive, RefusesAForeignOneAndChangesNothing) {
                  out.write("torchamp_checksum", c10::IValue(1));
                }),
                "GradScaler::load: the archive is damaged");
+  EXPECT_ERROR(loads([&](auto& out) {
+                 all(out, 4., 1);
+                 out.write("torchamp_samples", c10::IValue(12.));
+               }),
+               "GradScalerOptions::predictive(), which torchamp does not have. Continue with a new "
+               "GradScaler({.init_scale = 4})");
   EXPECT_EQ(saved(scaler), before);
   EXPECT_NO_THROW(loads([&](auto& out) { all(out, 4., 1); })) << "the five fields are enough";
   EXPECT_EQ(scaler.get_scale(), 4.);

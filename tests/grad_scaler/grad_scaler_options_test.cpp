@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <torchamp/grad_scaler.h>
-#include <torchamp/predictive_scale.h>
 
 #include <cmath>
 #include <string>
@@ -72,7 +71,7 @@ TEST(GradScalerOptions, AcceptsEveryPreset) {
   for (const GradScalerOptions& preset :
        {GradScalerOptions::torch(), GradScalerOptions::megatron(), GradScalerOptions::deepspeed(),
         GradScalerOptions::fairseq(), GradScalerOptions::skip_non_finite(),
-        GradScalerOptions::fixed(128.), GradScalerOptions::predictive()}) {
+        GradScalerOptions::fixed(128.)}) {
     EXPECT_NO_THROW(GradScaler{preset});
   }
 }

@@ -31,7 +31,6 @@ const std::map<std::string, std::set<std::string>, std::less<>> layers{
     {"detail/extras/io/open_file.h",
      {"fcntl.h", "sys/", "unistd.h", "pread", "fsync", "flock", "fchmod", "fchown"}},
     {"detail/extras/shared/cpu_units.h", {"sys/", "getauxval"}},
-    {"host_memory.h", {"dladdr", "dlfcn.h", "malloc.h", "pthread.h"}},
     {"version.h", {"gnu::"}},
 };
 

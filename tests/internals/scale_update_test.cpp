@@ -5,7 +5,6 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torchamp/predictive_scale.h>
 
 #include <algorithm>
 #include <cmath>
@@ -212,7 +211,6 @@ TEST(ScaleUpdate, IsTheKernelsOnlyWhereNoOptionSaysMore) {
   EXPECT_FALSE(is_torch_update({.hysteresis = 2}));
   EXPECT_FALSE(is_torch_update({.overflow_tolerance = 0.1}));
   EXPECT_FALSE(is_torch_update({.growth_tracker_start = -1}));
-  EXPECT_FALSE(is_torch_update(GradScalerOptions::predictive()));
 }
 
 TEST(ScaleUpdate, BringsWhatAFileHoldsWithinTheOptionsLimits) {
@@ -225,21 +223,6 @@ TEST(ScaleUpdate, BringsWhatAFileHoldsWithinTheOptionsLimits) {
     memory.scale = scale;
     EXPECT_EQ(after_update(options, memory, /*bad=*/false).scale, expected);
   }
-}
-
-TEST(ScaleUpdate, CountsAnIterationThatIsForgivenAndChangesNothingElse) {
-  GradScalerOptions options = GradScalerOptions::predictive();
-  options.forgives_bad_losses = true;
-  ScaleMemory<double> before = torchamp::detail::initial_memory(options);
-  for (int i = 0; i < 3; ++i) before = after_update(options, before, /*bad=*/false, 1024.);
-  const ScaleMemory<double> after = after_update(options, before, /*bad=*/true, HUGE_VAL);
-  EXPECT_EQ(after.skips, 1.);
-  EXPECT_EQ(after.since_change, before.since_change + 1.);
-  EXPECT_EQ(after.scale, before.scale);
-  EXPECT_EQ(after.growth_tracker, before.growth_tracker);
-  EXPECT_EQ(after.credit, before.credit);
-  EXPECT_EQ(after.overflows, before.overflows);
-  EXPECT_EQ(after.of_rule, before.of_rule);
 }
 
 TEST(ScaleUpdate, FollowsThePublishedOnes) {

@@ -13,16 +13,17 @@
 #include <sstream>
 
 #include "support/devices.h"
+#include "support/dropping_accumulation.h"
 #include "support/expect_error.h"
 #include "support/masters_training.h"
 #include "support/memory_meter.h"
 #include "support/optimizer_kinds.h"
 #include "support/seed.h"
+#include "torchamp/accumulate.h"
 #include "torchamp/closure_step.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/optim.h"
-#include "torchamp/safe_accumulation.h"
 
 namespace {
 
@@ -271,12 +272,12 @@ TEST(SplitMasters, TrainAsFullOnesDoWithScalerClippingAccumulationAndRecomputati
   expect_same_bits(train(MasterStorage::split), train(MasterStorage::full));
 }
 
-TEST(SplitMasters, SumUpInFp32WhatASafeAccumulationKeeps) {
+TEST(SplitMasters, SumUpInFp32WhatADroppingAccumulationKeeps) {
   Weights model(Params{at::zeros({2})});
   MasterWeights masters(model, split);
   torchamp::FusedSGD optimizer(masters.parameters(), SGDOptions(1.));
   torchamp::GradScaler scaler({.init_scale = 1.});
-  torchamp::SafeAccumulation window(scaler, optimizer);
+  DroppingAccumulation window(scaler, optimizer);
   for (const float gradient : {256.F, 1.F}) {
     window.backward((model->weights[0] * at::full({2}, gradient, at::kBFloat16)).sum());
   }
@@ -453,7 +454,7 @@ TEST(SplitMasters, GoOnAfterAStepWithAClosureThatHasThrown) {
   torchamp::GradScaler scaler;
   const auto step = [&] {
     const auto loss = [&] { return model->forward(at::ones({2, 3}, at::kBFloat16)).sum(); };
-    return scaler.step(optimizer, loss).stepped();
+    return torchamp::step(scaler, optimizer, loss).stepped();
   };
   auto& parameters = optimizer.param_groups()[0].params();
   parameters.push_back(parameters[0]);

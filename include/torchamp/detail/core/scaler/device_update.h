@@ -6,12 +6,11 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_update_scale.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 
 #include <cstdint>
 
 #include "torchamp/detail/core/base/devices.h"
-#include "torchamp/detail/core/scaler/scale_rule.h"
+#include "torchamp/detail/core/scaler/scale_memory.h"
 #include "torchamp/detail/core/scaler/scale_update.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
@@ -37,12 +36,10 @@ class DeviceUpdate {
   /// Synchronises.
   virtual void read(ScaleMemory<double>& values) const = 0;
   virtual void limit_growth_tracker(int64_t last) = 0;
-  /// Changes `scale` in place, within its limits. `found_inf` is 0-dim fp32, 0 or 1; `amax` the
-  /// largest magnitude of the scaled gradients, undefined where it is not known; `skips` what there
-  /// were in a row before.
+  /// Changes `scale` in place, within its limits. `found_inf` is 0-dim fp32, 0 or 1; `skips`
+  /// what there were in a row before.
   virtual void make(const GradScalerOptions& options, const at::Tensor& scale,
-                    const at::Tensor& found_inf, const at::Tensor& amax,
-                    const at::Tensor& skips) = 0;
+                    const at::Tensor& found_inf, const at::Tensor& skips) = 0;
 };
 
 /// torch.amp's update, and the limits.
@@ -60,7 +57,7 @@ class TorchUpdate final : public DeviceUpdate {
   void limit_growth_tracker(int64_t last) override { growth_tracker_.clamp_max_(last); }
 
   void make(const GradScalerOptions& options, const at::Tensor& scale, const at::Tensor& found_inf,
-            const at::Tensor& /*amax*/, const at::Tensor& /*skips*/) override {
+            const at::Tensor& /*skips*/) override {
     at::Tensor updated = scale;
     at::_amp_update_scale_(updated, growth_tracker_, found_inf, options.growth_factor,
                            options.backoff_factor, options.growth_interval);
@@ -76,7 +73,6 @@ class FormulaUpdate final : public DeviceUpdate {
  public:
   FormulaUpdate(const ScaleMemory<double>& values, const at::Tensor& scale)
       : number_(scale.options().dtype(number_type_on(scale.device()))) {
-    memory_.of_rule.resize(values.of_rule.size());
     for_each_number([this](const char*, at::Tensor& tensor,
                            double value) { tensor = at::full({}, value, number_); },
                     memory_, values);
@@ -100,13 +96,11 @@ class FormulaUpdate final : public DeviceUpdate {
   void limit_growth_tracker(int64_t last) override { memory_.growth_tracker.clamp_max_(last); }
 
   void make(const GradScalerOptions& options, const at::Tensor& scale, const at::Tensor& found_inf,
-            const at::Tensor& amax, const at::Tensor& skips) override {
+            const at::Tensor& skips) override {
     ScaleMemory<at::Tensor> before = memory_;
     before.scale = scale.to(number_);
     before.skips = skips.to(number_);
-    const ScaleMemory<at::Tensor> after =
-        after_update(options, before, found_inf != 0.,
-                     amax.defined() ? amax.to(number_) : at::zeros({}, number_));
+    const ScaleMemory<at::Tensor> after = after_update(options, before, found_inf != 0.);
     scale.copy_(after.scale);  // a number that stays is copied onto itself
     for_each_number(
         [](const char*, at::Tensor& tensor, const at::Tensor& number) {

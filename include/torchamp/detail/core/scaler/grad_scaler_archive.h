@@ -6,13 +6,10 @@
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
-#include <cmath>
-#include <cstddef>
 #include <cstdint>
 #include <exception>
 #include <string>
 #include <utility>
-#include <vector>
 
 #include "torchamp/detail/core/base/checksum.h"
 #include "torchamp/detail/core/base/text.h"
@@ -65,7 +62,6 @@ inline int64_t checksum_of(const GradScalerState& state, const ScaleMemory<doubl
   add("growth_interval", static_cast<double>(state.growth_interval));
   add("growth_tracker", static_cast<double>(state.growth_tracker));
   for_each_own_number(add, rest);
-  for (const double number : rest.of_rule) add("", number);
   return static_cast<int64_t>(sum.value());
 }
 
@@ -81,8 +77,7 @@ struct ScalerArchive<GradScaler> {
         std::none_of(ledger.windows.begin(), ledger.windows.end(), is_open),
         "GradScaler::save: within a window of gradient accumulation, whose gradients a "
         "file does not hold. Save after the accumulation's step, or first end the window: "
-        "Accumulation::flush() or SafeAccumulation::step() steps with it, discard() drops "
-        "it.");
+        "Accumulation::flush() steps with it, discard() drops it.");
     archive.write("enabled", c10::IValue(scaler.is_enabled()));
     if (!scaler.is_enabled()) return;
     TORCHAMP_CHECK(
@@ -101,9 +96,6 @@ struct ScalerArchive<GradScaler> {
           archive.write(name, c10::IValue(static_cast<int64_t>(count)));
         },
         values);
-    for (std::size_t i = 0; i < values.of_rule.size(); ++i) {
-      archive.write(rule_numbers[i], c10::IValue(values.of_rule[i]));
-    }
     archive.write("torchamp_checksum", c10::IValue(checksum_of(state, values)));
   }
 
@@ -122,21 +114,17 @@ struct ScalerArchive<GradScaler> {
     const double full_credit = rest.credit;
     for_each_own_number(
         [&](const char* name, double& count) { count = read_count(archive, name, count); }, rest);
-    const std::vector<double> of_rule = std::exchange(rest.of_rule, {});
-    c10::IValue ignored, checksum;
-    if (archive.try_read(rule_numbers[0], ignored)) {
-      for (const char* const name : rule_numbers) {
-        const double number = rest.of_rule.emplace_back(read_double(archive, name));
-        TORCHAMP_CHECK_VALUE(std::isfinite(number), "GradScaler::load: \"", name, "\" is ", number,
-                             ", not finite.");
-      }
-    }
+    c10::IValue samples, checksum;
+    TORCHAMP_CHECK(!archive.try_read("torchamp_samples", samples),
+                   "GradScaler::load: the archive was saved from a scaler with "
+                   "GradScalerOptions::predictive(), which torchamp does not have. Continue "
+                   "with a new GradScaler({.init_scale = ",
+                   state.scale, "}), which has the archive's scale.");
     TORCHAMP_CHECK(
         !archive.try_read("torchamp_checksum", checksum) ||
             (checksum.isInt() && checksum.toInt() == checksum_of(state, rest)),
         "GradScaler::load: the archive is damaged: its values are not those that were saved.");
     rest.credit = std::min(rest.credit, full_credit);
-    if (rest.of_rule.size() != of_rule.size()) rest.of_rule = of_rule;  // the file of another rule
     restore_scaler(scaler, "GradScaler::load", state, std::move(rest));
   }
 };

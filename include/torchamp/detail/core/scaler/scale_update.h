@@ -11,9 +11,8 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <vector>
 
-#include "torchamp/detail/core/scaler/scale_rule.h"
+#include "torchamp/detail/core/scaler/scale_memory.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
@@ -53,28 +52,22 @@ inline ScaleMemory<double> initial_memory(const GradScalerOptions& options) {
           .credit = static_cast<double>(options.hysteresis),
           .since_change = 0.,
           .overflows = 0.,
-          .skips = 0.,
-          .of_rule = options.follows_gradients ? options.follows_gradients.rule()->initial()
-                                               : std::vector<double>()};
+          .skips = 0.};
 }
 
 /// Whether ATen's kernel for torch.amp is the whole update. It keeps no credit and no rate of
 /// overflows.
 inline bool is_torch_update(const GradScalerOptions& options) {
-  return options.dynamic && !options.follows_gradients && options.hysteresis == 1 &&
-         options.overflow_tolerance == 0. && options.growth_tracker_start == 0;
+  return options.dynamic && options.hysteresis == 1 && options.overflow_tolerance == 0. &&
+         options.growth_tracker_start == 0;
 }
 
 /// What is remembered after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor):
 /// the one formula, on a host for every rule, on a device for all but torch.amp's, which is a
-/// kernel of ATen's there. `amax` is the largest magnitude of the scaled gradients, 0 where it is
-/// not known; it matters only to a ScaleRule.
-/// Range::update in scale_bound.h follows how far this can move the scale: what is changed here may
-/// have to be changed there.
+/// kernel of ATen's there.
 template <class Number, class Bool>
 ScaleMemory<Number> after_update(const GradScalerOptions& options,
-                                 const ScaleMemory<Number>& before, const Bool& bad,
-                                 const Number& amax = {}) {
+                                 const ScaleMemory<Number>& before, const Bool& bad) {
   ScaleMemory<Number> after = before;
   after.skips = choose(bad, before.skips + 1., 0.);
   if (!options.dynamic) return after;
@@ -109,10 +102,6 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
   after.credit = choose(grows, full_credit, after.credit);  // growth refills in any case
   if (options.hysteresis_refill == HysteresisRefill::good_or_backed_off) {
     after.credit = choose(lowers, full_credit, after.credit);
-  }
-  if (!before.of_rule.empty()) {
-    options.follows_gradients.rule()->update(
-        options, ScaleStep<Number, Bool>{before, bad, lowers, grows, amax}, after);
   }
   return after;
 }

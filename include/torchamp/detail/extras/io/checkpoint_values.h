@@ -25,7 +25,7 @@
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
-#include "torchamp/detail/core/scaler/scale_rule.h"
+#include "torchamp/detail/core/scaler/scale_memory.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/detail/extras/io/archives.h"
 #include "torchamp/detail/extras/shared/kept_tensors.h"
@@ -255,8 +255,8 @@ inline std::function<void()> keep_scaler(GradScaler& scaler) {
     const auto window = weak.lock();
     TORCH_CHECK(
         !window || window->pending == 0,
-        "this is within a window of gradient accumulation. First end it: Accumulation::flush() or "
-        "SafeAccumulation::step() steps with it, discard() drops it.");
+        "this is within a window of gradient accumulation. First end it: Accumulation::flush() "
+        "steps with it, discard() drops it.");
   }
   if (!scaler.is_enabled()) return [] {};
   const LossScale& scale = ScalerParts::scale(scaler);
