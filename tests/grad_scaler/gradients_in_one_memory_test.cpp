@@ -391,7 +391,7 @@ struct PositionsImpl : torch::nn::Module {
     head->bias.zero_();
   }
   Tensor forward(const Tensor& x) {
-    return head(x + places.unsqueeze(0) + segments.unsqueeze(0)).mean();
+    return head(x + (places.unsqueeze(0) + segments.unsqueeze(0))).mean();
   }
 };
 TORCH_MODULE(Positions);
@@ -465,7 +465,7 @@ TEST(GradientsInOneMemoryOf, TwoTablesMoveAlikeUnderMasterWeights) {
     accumulation.before_unscale([&] { masters.take_gradients(); });
     for (int64_t part = 0; part < 2 * parts; ++part) {
       const Tensor x = input_of(part).to(at::kBFloat16);
-      const Tensor sum = (x + model->places.unsqueeze(0) + model->segments.unsqueeze(0));
+      const Tensor sum = x + (model->places.unsqueeze(0) + model->segments.unsqueeze(0));
       const bool steps =
           accumulation
               .backward((sum.to(at::kFloat) * torch::tensor({1.F, 2.F, -1.F, 0.5F})).sum() / 6.)
