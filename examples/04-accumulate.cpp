@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Gradient accumulation: an Accumulation takes one step with the gradients of four micro-batches.
-// A SafeAccumulation does so as well, and drops a micro-batch whose gradients hold an inf or a NaN;
-// an Accumulation would skip the whole step.
+// With drop_bad it drops a micro-batch whose gradients hold an inf or a NaN, instead of skipping
+// the whole step.
 #include <torch/torch.h>
 #include <torchamp/accumulate.h>
 #include <torchamp/torchamp.h>
@@ -65,7 +65,7 @@ int main() {
   support::check(same(go_back(), all), "it is that of the whole batch");
 
   const auto ruined = data[1].clone().fill_(std::numeric_limits<float>::infinity());
-  torchamp::SafeAccumulation safe(scaler, optimizer, /*micro_batches=*/4);
+  torchamp::Accumulation safe(scaler, optimizer, /*micro_batches=*/4, {.drop_bad = true});
   for (std::size_t i = 0; i < 4; ++i) {
     const auto result = safe.backward(loss_of(model, i == 1 ? ruined : data[i], target[i]));
     if (!result) continue;

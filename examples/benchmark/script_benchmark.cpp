@@ -4,11 +4,11 @@
 // them the same model in C++. Without a Python that has torch: a small script of this program's.
 #include <torch/script.h>
 #include <torch/torch.h>
-#include <torchamp/host_memory.h>
 #include <torchamp/torchamp.h>
 #include <torchamp/weight_cache.h>
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 #include <cstdlib>
 #include <filesystem>
@@ -21,6 +21,9 @@
 #include <string>
 #include <utility>
 #include <vector>
+#ifdef __GLIBC__
+#include <malloc.h>
+#endif
 
 #include "benchmark/comparison/machine.h"
 #include "benchmark/comparison/measure.h"
@@ -262,6 +265,15 @@ bool measure(const Subject& subject, const Options& options, std::ostream& out) 
   return all_agree;
 }
 
+/// Lets glibc's malloc keep freed memory, so that no call waits for new pages.
+void keep_host_memory() {
+#ifdef __GLIBC__
+  mallopt(M_MMAP_MAX, 0);
+  mallopt(M_TRIM_THRESHOLD, INT_MAX);
+  mallopt(M_TOP_PAD, 64 << 20);
+#endif
+}
+
 int run_main(int argc, char** argv) {
   Options options;
   support::Arguments arguments("script_benchmark",
@@ -279,7 +291,7 @@ int run_main(int argc, char** argv) {
                 options.out);
   if (!arguments.parse(argc, argv)) return 0;
   torch::set_num_threads(1);
-  torchamp::keep_host_memory();
+  keep_host_memory();
   const std::vector<Subject> subjects = make_subjects(options);
   std::ostringstream report;
   report << "LibTorch " << TORCH_VERSION

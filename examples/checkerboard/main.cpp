@@ -1,7 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // A network learns to paint a checkerboard, in fp32 and in mixed precision. Prints and draws
 // what mixed precision gains and loses. `checkerboard --help` lists the options.
-#include <torchamp/host_memory.h>
 
 #include <cmath>
 #include <iostream>
@@ -21,7 +20,6 @@ namespace {
 int run(int argc, char** argv) {
   const std::optional<Options> options = parse_options(argc, argv);
   if (!options) return 0;
-  torchamp::keep_host_memory();
   support::count_cpu_memory();
   const Target target(options->image);
   prepare_output_folder(options->out);

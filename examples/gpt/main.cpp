@@ -3,7 +3,6 @@
 // accumulation, several processes, and a checkpoint to resume from. `gpt --help` lists the
 // options.
 #include <torch/torch.h>
-#include <torchamp/host_memory.h>
 #include <torchamp/torchamp.h>
 
 #include <algorithm>
@@ -97,7 +96,6 @@ void make_folder(const std::filesystem::path& folder) {
 int run(int argc, char** argv) {
   const std::optional<Options> options = parse_options(argc, argv);
   if (!options) return 0;
-  torchamp::keep_host_memory();
   make_folder(options->out);
   const std::string letters = read_text(options->text);
   const Text text(letters, options->sizes.length);

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief For the one source file of a program that compiles torchamp.
+/// @brief Core. For the one source file of a program that compiles torchamp.
 
 /// @file
 /// Defines what the other headers only declare if TORCHAMP_COMPILED is defined. A program that
@@ -36,6 +36,7 @@
 #include "torchamp/detail/core/autocast/environment-inl.h"
 #include "torchamp/detail/core/autocast/policy_scope-inl.h"
 #include "torchamp/detail/core/autocast/region-inl.h"
+#include "torchamp/detail/core/check_order/order_check-inl.h"
 #include "torchamp/detail/core/optim/fused_optimizer-inl.h"
 #include "torchamp/detail/core/policy/policy-inl.h"
 #include "torchamp/detail/core/policy/rules-inl.h"
@@ -53,5 +54,6 @@ template class FusedOptimizerOf<detail::AdamKernel>;
 template class FusedOptimizerOf<detail::AdamWKernel>;
 template class FusedOptimizerOf<detail::SgdKernel>;
 template class FusedOptimizerOf<detail::AdagradKernel>;
+template class FusedOptimizerOf<detail::MuonKernel>;
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -2,8 +2,8 @@
 #pragma once
 
 /// @file
-/// @brief GradScaler: scales the loss, skips bad steps, adapts the scale. StepResult: what came of
-/// a step.
+/// @brief Core. GradScaler: scales the loss, skips bad steps, adapts the scale. StepResult: what
+/// came of a step.
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -26,13 +26,6 @@ namespace TORCHAMP_NAMESPACE {
 class GradScaler;
 namespace detail {
 struct ScalerParts;
-
-/// What torchamp/closure_step.h adds: see .github/CONTRIBUTING.md, An extra.
-template <class AnyScaler>
-class ClosureStep {
-  static_assert(sizeof(AnyScaler) == 0,
-                "torchamp: include torchamp/closure_step.h to step with a closure.");
-};
 
 /// What torchamp/torchamp.h adds.
 template <class AnyScaler>
@@ -81,10 +74,6 @@ class StepResult {
   /// closure, the loss.
   const at::Tensor& value() const { return record_->value; }
 
-  /// With a closure: how often the loss was evaluated before all its gradients were finite; 1 means
-  /// that the first attempt was good.
-  int64_t attempts() const { return record_->attempts; }
-
  private:
   friend class GradScaler;
   friend struct detail::ScalerParts;
@@ -108,7 +97,12 @@ class StepResult {
 /// that implements ScaledStep, such as FusedAdam, it does not. Other calls do not either, unless
 /// they say so. The number of kernels does not grow with the number of parameters.
 ///
-/// Errors are c10::Error; a call that fails leaves the scaler unchanged. One thread at a time.
+/// In its first iterations a scaler warns of calls in an order that trains wrongly: see
+/// GradScalerOptions::check_order.
+///
+/// Errors are c10::Error; a call that fails leaves the scaler unchanged. Exception: if the
+/// program's handler of warnings throws, or on_limit, step() without gradients or update() is
+/// complete. One thread at a time.
 class GradScaler {
  public:
   /// Checks the options; an error names the one that is out of range. The first scale() creates the
@@ -146,30 +140,12 @@ class GradScaler {
   /// NaN. Once per optimizer between two calls of update(). An optimizer without any gradient is
   /// not stepped: one warning, and the result, name the parameters and the reasons. If
   /// `optimizer.step()` throws, step() may be called again. Within a region, later ops use the new
-  /// weights. Errors: LBFGS, which needs a closure; gradients that appeared after unscale_ had
-  /// found none, or that MasterWeights::take_gradients() made after it; a fused optimizer two of
-  /// whose parameters share a gradient, unless unscale_ has divided it; a gradient that another
+  /// weights. Errors: LBFGS, which needs a closure (step() in closure_step.h); gradients that
+  /// appeared after unscale_ had found none, that MasterWeights::take_gradients() made after it, or
+  /// of a parameter that was added to the optimizer after it; a fused optimizer two of whose
+  /// parameters share a gradient, unless unscale_ has divided it; a gradient that another
   /// optimizer's unscale_ or step has divided in this iteration.
   StepResult step(torch::optim::Optimizer& optimizer);
-
-  /// Steps an optimizer that evaluates the loss itself, once or (LBFGS) many times:
-  ///
-  ///     scaler.step(lbfgs, [&] { return loss(model->forward(input), target); });
-  ///     scaler.update();
-  ///
-  /// `closure` computes the loss and nothing else (a call of backward() in it is an error): each
-  /// evaluation clears the gradients, scales, runs backward, unscales and checks. A non-finite
-  /// evaluation backs off the scale and is retried, up to `max_retries` times and while the scale
-  /// is above its floor. It is not retried if the loss itself is bad and forgives_bad_losses is
-  /// set. If no evaluation is finite, the step is skipped, and parameters and optimizer state are
-  /// restored from copies; state tensors that an optimizer which is not LibTorch's changes in place
-  /// are not. A FusedOptimizer's state needs no copy. Synchronises once per evaluation. Needs
-  /// torchamp/closure_step.h, see Note [A step with a closure] there.
-  template <class AnyScaler = GradScaler>
-  StepResult step(torch::optim::Optimizer& optimizer,
-                  const torch::optim::Optimizer::LossClosure& closure, int64_t max_retries = 8) {
-    return detail::ClosureStep<AnyScaler>(*this, optimizer, closure, max_retries).step();
-  }
 
   /// Forgets what this iteration has recorded about `optimizer`, for a program that drops its
   /// gradients after an error and continues. They then count as neither unscaled nor stepped; the
@@ -179,9 +155,7 @@ class GradScaler {
   /// Ends an iteration: backs off the scale if the gradients of any optimizer held an inf or a NaN,
   /// and grows it after growth_interval iterations without. An optimizer must have been stepped or
   /// unscaled before. Throws where a limit is set to throw. Warns once in a scaler's life after 100
-  /// consecutive bad iterations, or up to 32 later where only the device knows. In the first two
-  /// iterations it also warns of weights that `optimizer.step()` has changed while their gradients
-  /// were scaled, except those of LibTorch's SGD, whose step leaves no trace.
+  /// consecutive bad iterations, or up to 32 later if only the device knows.
   void update();
 
   /// Ends an iteration and sets the scale, whatever the gradients held; growth_tracker is
@@ -243,7 +217,7 @@ class GradScaler {
 
   /// For torch::save(scaler, path): writes the state, and the update's state beyond torch.amp's.
   /// Save after update(): an error after unscale_() or step(), and within a window of an
-  /// Accumulation or SafeAccumulation, whose gradients would be lost; effects of scale() and
+  /// Accumulation, whose gradients would be lost; effects of scale() and
   /// backward() alone are not saved. Needs torchamp/torchamp.h.
   template <class AnyScaler = GradScaler>
   void save(torch::serialize::OutputArchive& archive) const {
@@ -272,6 +246,10 @@ struct ScalerParts {
   static const StepLedger& ledger(const GradScaler& scaler) { return scaler.ledger_; }
   static StepResult result(std::shared_ptr<StepRecord> record) {
     return StepResult(std::move(record));
+  }
+  /// A copy of a result that does not share the answers.
+  static StepResult with_own_answers(const StepResult& of) {
+    return result(std::make_shared<StepRecord>(*of.record_));
   }
   /// What a disabled scaler's step returns.
   static StepResult unscaled_result(at::Tensor value) {

@@ -2,11 +2,10 @@
 #pragma once
 
 /// @file
-/// @brief GradScalerOptions and GradScalerState: a scaler's options and saved state.
+/// @brief Core. GradScalerOptions and GradScalerState: a scaler's options and saved state.
 
 #include <ATen/core/Tensor.h>
 
-#include <concepts>
 #include <cstdint>
 #include <functional>
 #include <limits>
@@ -14,35 +13,6 @@
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE {
-
-namespace detail {
-
-class ScaleRule;
-
-/// What torchamp/predictive_scale.h adds: see .github/CONTRIBUTING.md, An extra.
-template <class Bool>
-struct PredictiveScale {
-  static_assert(sizeof(Bool) == 0,
-                "torchamp: include torchamp/predictive_scale.h to use "
-                "GradScalerOptions::predictive(), follows_gradients or forgives_bad_losses.");
-  static const ScaleRule* rule() { return nullptr; }
-};
-
-/// A bool that only programs with torchamp/predictive_scale.h can set; all can read it.
-class PredictiveSetting {
- public:
-  PredictiveSetting() = default;
-  template <std::same_as<bool> Bool>
-  PredictiveSetting(Bool value) : rule_(value ? PredictiveScale<Bool>::rule() : nullptr) {}
-  operator bool() const { return rule_ != nullptr; }
-  /// Null where it is false.
-  const ScaleRule* rule() const { return rule_; }
-
- private:
-  const ScaleRule* rule_ = nullptr;
-};
-
-}  // namespace detail
 
 /// What GradScaler::update does at a limit. Where only the device knows (after a fused optimizer's
 /// step on a GPU), it acts an iteration or a few later, when the device has told the host, without
@@ -54,11 +24,13 @@ enum class AtLimit {
   call,         ///< calls GradScalerOptions::on_limit, each time, at the end of update()
 };
 
-/// When the count of overflows (GradScalerOptions::hysteresis) is reset.
-enum class HysteresisRefill {
-  growth,     ///< when the scale grows (Megatron, DeepSpeed)
-  good_step,  ///< at each good one (DeepSpeed's consecutive_hysteresis, Apex's update kernel)
-  good_or_backed_off  ///< also after the scale has backed off (Paddle)
+/// How long a GradScaler looks for calls in an order that trains wrongly, such as a clip of scaled
+/// gradients: see the guide's page on mistakes. It warns once of each. A mistake that begins later
+/// is not reported. Errors that are certain, such as a second unscale_, do not depend on this.
+struct CheckOrder {
+  /// Iterations from the first on. These are slower: they compare weights and gradients, without
+  /// waiting for a device. 0: none.
+  int64_t first_iterations = 3;
 };
 
 /// The argument of GradScalerOptions::on_limit.
@@ -103,16 +75,10 @@ struct GradScalerOptions {
   /// What happens when the scale should back off, but is at min_scale.
   AtLimit at_min_scale = AtLimit::warn;
 
-  /// Number of overflows that back off the scale; 1 backs off at the first. A good iteration
-  /// between them does not reset the count, unless hysteresis_refill says so. Above some 100,000,
-  /// it is approximate where only the device knows the scale.
+  /// Number of overflows that back off the scale; 1 backs off at the first. Only growth of the
+  /// scale resets the count. Above some 100,000, it is approximate where only the device knows the
+  /// scale.
   int64_t hysteresis = 1;
-  /// When that count is reset.
-  HysteresisRefill hysteresis_refill = HysteresisRefill::growth;
-
-  /// A bad iteration backs off the scale only if at least this fraction of the iterations since its
-  /// last change were bad; from 0 to 1 (fairseq).
-  double overflow_tolerance = 0.;
 
   /// The value of growth_tracker initially and after a bad iteration; 0 or below (DeepSpeed: -1).
   int64_t growth_tracker_start = 0;
@@ -134,29 +100,12 @@ struct GradScalerOptions {
   /// `recheck` (by found_inf() before step() as well).
   std::function<void(at::Tensor& found_inf)> agree_found_inf = nullptr;
 
-  /// True: the scale follows the gradients' magnitude, see predictive(). The growth and backoff
-  /// factors and growth_interval then control the target magnitude of the scaled gradients. Needs
-  /// `dynamic` and torchamp/predictive_scale.h.
-  detail::PredictiveSetting follows_gradients{};
-
-  /// For follows_gradients. True: a bad iteration in which scale() was given an inf or a NaN (from
-  /// NaNs in the batch, or an overflow in forward) is skipped without backing off the scale, since
-  /// a lower scale would not help. Over several processes this needs agree_largest, since one
-  /// process's loss is not another's. A step with a closure is then skipped without another
-  /// evaluation. A program that leaves an iteration without update() must call discard(); otherwise
-  /// its bad loss counts for the next one. Costs a small kernel per scale() and some per update();
-  /// does not synchronise, except in a bad step with a closure. Needs torchamp/predictive_scale.h.
-  detail::PredictiveSetting forgives_bad_losses{};
-
-  /// For follows_gradients with agree_found_inf: called at the same times, with the largest
-  /// magnitude of this process's scaled gradients (0-dim fp32). It must leave the maximum over all
-  /// processes there, in place or as another tensor, so their scales stay equal;
-  /// found_inf_agreement() also gives such a function.
-  std::function<void(at::Tensor& largest)> agree_largest = nullptr;
-
   /// True: step() checks the gradients again after unscale_, clipping and changes by the program,
   /// in a second pass. torch.amp does not see what becomes non-finite after its only check.
   bool recheck = false;
+
+  /// Warnings of calls in an order that trains wrongly.
+  CheckOrder check_order{};
 
   /// torch.amp.GradScaler (torch/amp/grad_scaler.py of PyTorch 2.15): the defaults.
   static GradScalerOptions torch() { return {}; }
@@ -186,25 +135,6 @@ struct GradScalerOptions {
   /// the floor is the last power above it.
   static GradScalerOptions fairseq() {
     return {.init_scale = 0x1p15, .min_scale = 0x1p-13, .at_min_scale = AtLimit::throw_error};
-  }
-
-  /// A scale that follows the gradients' magnitude: OpenSeq2Seq's LogMaxScaler
-  /// (open_seq2seq/optimizers/automatic_loss_scaler.py) with corrected averages, see
-  /// Note [A scale that looks ahead]. From the first backward() on, the scale is the largest power
-  /// of two at which the largest gradient is expected to stay well within fp16's range, by a
-  /// running mean and variance of its logarithm and its latest value. So the scale need not grow
-  /// slowly, and almost no step is skipped to find it. Serves fp16 gradients, and fp32 gradients
-  /// behind fp16 layers. While all gradients are 0, the scale grows like torch.amp's. Over several
-  /// processes set both agree_found_inf and agree_largest. The device decides without
-  /// synchronising: the check for infs yields the largest magnitude. Where unscale_ divides the
-  /// gradients, that check is a separate pass. A batch of NaNs counts as an overflow, but not as
-  /// information about the gradients: a run of them costs a factor of 2 or 4 (in the first hundred
-  /// iterations, up to 2^5), from the second good iteration until growth_interval iterations were
-  /// good. If batches of NaNs are more frequent, set forgives_bad_losses: then each costs only its
-  /// own step. Needs torchamp/predictive_scale.h.
-  template <class Options = GradScalerOptions>
-  static Options predictive() {
-    return Options{.max_scale = 0x1p32, .follows_gradients = true};
   }
 
   /// For bf16 and fp32: the scale stays 1; steps with an inf or a NaN are skipped. Loading another

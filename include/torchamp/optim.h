@@ -8,6 +8,7 @@
 #include <torch/serialize/archive.h>
 
 #include <cstddef>
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -16,11 +17,13 @@
 #include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/core/optim/kernels.h"
 #include "torchamp/detail/core/optim/plan.h"
+#include "torchamp/detail/core/optim/state_tensors.h"
+#include "torchamp/muon_options.h"  // IWYU pragma: export
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
 /// @file
-/// @brief Fused optimizers that never synchronise: Adam, AdamW, SGD, Adagrad.
+/// @brief Core. Fused optimizers that never synchronise: Adam, AdamW, SGD, Adagrad, Muon.
 ///
 /// Optimizers over ATen's fused kernels. Each takes the options of LibTorch's own optimizer,
 /// computes the same steps (within rounding), stores its state in LibTorch's types, and reads and
@@ -70,7 +73,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
   /// Like torch::optim::Optimizer::add_param_group, with the constructor's errors.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     check_group(group, param_groups_.size());
-    Optimizer::add_param_group(group);
+    add_with_options(group);
     note_weights();
   }
 
@@ -92,10 +95,20 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
   at::Tensor take_next_step_divisor();
 
  protected:
-  using Optimizer::Optimizer;
+  /// `defaults` apply to groups without options. A group keeps options of a type that LibTorch does
+  /// not know; what LibTorch's own options leave out, LibTorch 2.15 takes from `defaults`.
+  FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                 std::unique_ptr<torch::optim::OptimizerOptions> defaults)
+      : Optimizer(detail::ParamGroups(), std::move(defaults)) {
+    for (const auto& group : groups) add_with_options(group);
+  }
+  /// One group of `params`.
+  FusedOptimizer(std::vector<at::Tensor> params,
+                 std::unique_ptr<torch::optim::OptimizerOptions> defaults)
+      : Optimizer(std::move(params), std::move(defaults)) {}
 
-  /// Throws for a group with options of its own that are out of range or another optimizer's, for
-  /// which LibTorch takes the defaults. `number` is for the error.
+  /// Throws for a group whose options are out of range or another optimizer's, or with parameters
+  /// that the optimizer cannot step. `number` is for the error.
   virtual void check_group(const torch::optim::OptimizerParamGroup& /*group*/,
                            std::size_t /*number*/) const {}
 
@@ -118,6 +131,12 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
   void step_and_forget_clip(const detail::StepDivisor& divisor, const at::Tensor& found_inf,
                             bool is_exact);
   static void check_scalar(const at::Tensor& tensor, const char* name);
+
+  void add_with_options(const torch::optim::OptimizerParamGroup& group) {
+    Optimizer::add_param_group(group);
+    if (!group.has_options() || detail::is_known_to_libtorch(group.options())) return;
+    param_groups_.back().set_options(group.options().clone());
+  }
 
   bool drops_gradients_ = false;
 };
@@ -204,6 +223,14 @@ using FusedSGD = FusedOptimizerOf<detail::SgdKernel>;
 /// of the defaults, not of its group.
 using FusedAdagrad = FusedOptimizerOf<detail::AdagradKernel>;
 
+/// torch.optim.Muon of PyTorch 2.15, fused, also for parameters of more than two dimensions, which
+/// are flattened after the first. Matrices of one shape and layout take each Newton-Schulz
+/// iteration together, up to 2^25 elements at a time, so the number of launches does not depend on
+/// the number of such matrices; a step takes temporary memory for some 30 bytes per element of
+/// these. split_for_muon() chooses the parameters for it. Errors: parameters of fewer than two
+/// dimensions, which FusedAdamW takes, and shards of ShardedMasterWeights.
+using FusedMuon = FusedOptimizerOf<detail::MuonKernel>;
+
 }  // namespace TORCHAMP_NAMESPACE
 
 #include "torchamp/detail/core/optim/fused_optimizer-inl.h"  // IWYU pragma: export
@@ -215,6 +242,7 @@ extern template class FusedOptimizerOf<detail::AdamKernel>;
 extern template class FusedOptimizerOf<detail::AdamWKernel>;
 extern template class FusedOptimizerOf<detail::SgdKernel>;
 extern template class FusedOptimizerOf<detail::AdagradKernel>;
+extern template class FusedOptimizerOf<detail::MuonKernel>;
 
 }  // namespace TORCHAMP_NAMESPACE
 #endif

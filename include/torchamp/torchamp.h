@@ -2,7 +2,8 @@
 #pragma once
 
 /// @file
-/// @brief What a training loop needs: guards, policies, the scaler, fused optimizers, clipping.
+/// @brief Core. What a training loop needs: guards, policies, the scaler, fused optimizers,
+/// clipping.
 
 /// @namespace torchamp
 /// Automatic mixed precision for LibTorch. Every other feature has its own header.

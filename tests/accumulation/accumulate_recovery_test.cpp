@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "support/dropping_accumulation.h"
 #include "support/expect_error.h"
 #include "support/leaf.h"
 #include "support/non_finite.h"
@@ -22,7 +23,6 @@
 
 using torchamp::Accumulation;
 using torchamp::GradScaler;
-using torchamp::SafeAccumulation;
 
 // ---- Accumulation -------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ TEST(AccumulationMisuse, AWindowThatIsLeftOpenIsAWarning) {
     for (int i = 0; i < 4; ++i) moved.backward(w.sum());
     moved.backward(w.sum());
     moved.discard();
-    SafeAccumulation safe(scaler, optimizer);
+    DroppingAccumulation safe(scaler, optimizer);
     safe.backward(w.sum());
     safe.step();
   }
@@ -173,10 +173,11 @@ TEST(AccumulationMisuse, AWindowThatIsLeftOpenIsAWarning) {
   EXPECT_EQ(warnings.text(),
             "Accumulation: destroyed with 1 of 4 micro-batches pending; later gradients will be "
             "added to theirs. First call flush() to step with them, or discard() to drop them.\n");
-  { SafeAccumulation(scaler, optimizer).backward(w.sum()); }
-  EXPECT_THAT(warnings.text(),
-              ::testing::EndsWith("\nSafeAccumulation: destroyed with 1 micro-batch(es) pending. "
-                                  "Call flush() or discard() first.\n"));
+  { DroppingAccumulation(scaler, optimizer, 4).backward(w.sum()); }
+  EXPECT_THAT(
+      warnings.text(),
+      ::testing::EndsWith("\nAccumulation: destroyed with 1 of 4 micro-batches pending. First "
+                          "call flush() to step with them, or discard() to drop them.\n"));
 }
 
 TEST(AccumulationAfterAnError, DropsAWindowToWhichHalfAMicroBatchWasAdded) {
@@ -243,7 +244,7 @@ TEST(AccumulationMisuse, TakesNoLossThatIsScaledAlready) {
   Accumulation accumulation(scaler, optimizer, 2);
   EXPECT_ERROR(accumulation.backward(scaler.scale(w.sum())),
                "Accumulation::backward: this tensor has been scaled already");
-  SafeAccumulation safe(scaler, optimizer);
+  DroppingAccumulation safe(scaler, optimizer);
   EXPECT_ERROR(safe.backward(scaler.scale(w.sum())), "has been scaled already");
   EXPECT_EQ(safe.pending() + accumulation.pending(), 0);
 }
@@ -273,7 +274,7 @@ TEST(AccumulationInACheckpoint, IsNotSavedWithinAWindow) {
       moved.backward(w.sum());
     }
     checkpoint.save();  // a window that is gone holds nothing
-    SafeAccumulation safe(scaler, optimizer);
+    DroppingAccumulation safe(scaler, optimizer);
     safe.backward(w.sum());
     EXPECT_ERROR(checkpoint.save(), "within a window of gradient accumulation");
     safe.step();

@@ -12,6 +12,7 @@
 
 #include "support/call_counter.h"
 #include "support/devices.h"
+#include "support/dropping_accumulation.h"
 #include "support/expect_error.h"
 #include "support/non_finite.h"
 #include "support/on_device.h"
@@ -20,9 +21,8 @@
 #include "support/tolerances.h"
 
 using torchamp::Accumulation;
+using torchamp::AccumulationResult;
 using torchamp::GradScaler;
-using torchamp::SafeAccumulation;
-using torchamp::SafeAccumulationResult;
 
 namespace {
 
@@ -147,13 +147,13 @@ TEST_P(AccumulateOn, DropsTheBadMicroBatchesAndKeepsTheOthers) {
     torch::optim::Optimizer& optimizer =
         with_fused ? static_cast<torch::optim::Optimizer&>(fused) : plain;
     GradScaler scaler({.init_scale = 16.});
-    SafeAccumulation accumulation(scaler, optimizer);
+    DroppingAccumulation accumulation(scaler, optimizer);
     accumulation.backward((w * tensor({1, 2})).sum());
     accumulation.backward((w * tensor({kInf, 5})).sum());
     accumulation.backward((w * tensor({3, 6})).sum());
     accumulation.backward((w * tensor({7, kNaN})).sum());
     EXPECT_EQ(accumulation.pending(), 4);
-    const SafeAccumulationResult result = accumulation.step();
+    const AccumulationResult result = accumulation.step();
     EXPECT_TRUE(result);
     EXPECT_EQ(result.kept(), 2);
     EXPECT_EQ(result.dropped(), 2);
@@ -164,7 +164,7 @@ TEST_P(AccumulateOn, DropsTheBadMicroBatchesAndKeepsTheOthers) {
 
     // The next window starts afresh; nothing of it is good.
     accumulation.backward((w * kInf).sum());
-    const SafeAccumulationResult none = accumulation.step();
+    const AccumulationResult none = accumulation.step();
     EXPECT_FALSE(none);
     EXPECT_EQ(none.dropped(), 1);
     expect_close(w.detach(), tensor({-2, -4}));
@@ -180,7 +180,7 @@ TEST_P(AccumulateOn, MakesTheStepsOfAFusedOptimizerThatTheGoodMicroBatchesAloneW
   torchamp::FusedAdam fused(std::vector<at::Tensor>{w}, torch::optim::AdamOptions(0.1));
   torch::optim::Adam plain({expected}, torch::optim::AdamOptions(0.1));
   GradScaler scaler({.init_scale = 16.});
-  SafeAccumulation accumulation(scaler, fused);
+  DroppingAccumulation accumulation(scaler, fused);
   for (int window = 0; window < 6; ++window) {
     at::Tensor sum = tensor({0, 0, 0});
     int kept = 0;
@@ -194,7 +194,7 @@ TEST_P(AccumulateOn, MakesTheStepsOfAFusedOptimizerThatTheGoodMicroBatchesAloneW
       }
       accumulation.backward((w * gradient).sum());
     }
-    const SafeAccumulationResult result = accumulation.step();
+    const AccumulationResult result = accumulation.step();
     if (kept > 0) {
       expected.mutable_grad() = sum / kept;
       plain.step();
@@ -215,7 +215,7 @@ TEST_P(AccumulateOn, SumsInFp32AndGivesEachParameterItsOwnDtype) {
       torch::zeros({2, 3}, at::TensorOptions(GetParam())).t().requires_grad_();
   auto optimizer = sgd({single, twice, brain, complex, unused, transposed});
   GradScaler scaler({.init_scale = 4.});
-  SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   for (int i = 0; i < 300; ++i) {
     accumulation.backward((single * 1).sum() + (twice * 2).sum().to(at::kFloat) +
                           (brain * 1).sum().to(at::kFloat) +
@@ -241,7 +241,7 @@ TEST_P(AccumulateOn, NeitherReadsNorGrowsWithTheParametersUntilItSteps) {
     for (int i = 0; i < parameters; ++i) all.push_back(tensor({0}).requires_grad_());
     PlainScaledSGD optimizer(all, torch::optim::SGDOptions(1.));
     GradScaler scaler;
-    SafeAccumulation accumulation(scaler, optimizer);
+    DroppingAccumulation accumulation(scaler, optimizer);
     const auto backward = [&] { accumulation.backward(torch::cat(all).sum()); };
     backward();
     const CallCounter counter;
@@ -253,24 +253,24 @@ TEST_P(AccumulateOn, NeitherReadsNorGrowsWithTheParametersUntilItSteps) {
   EXPECT_EQ(calls(50), 1);
 }
 
-TEST(SafeAccumulation, FollowsTheOtherProcesses) {
+TEST(DroppingAccumulation, FollowsTheOtherProcesses) {
   const at::Tensor w = torch::zeros({1}, torch::requires_grad());
   auto optimizer = sgd({w});
   int calls = 0;
   GradScaler scaler({.agree_found_inf = [&](at::Tensor& flag) { flag.fill_(++calls == 2); }});
-  SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   for (const float gradient : {1.F, 100.F, 3.F}) accumulation.backward((w * gradient).sum());
   EXPECT_EQ(calls, 3);
   EXPECT_EQ(accumulation.step().dropped(), 1);
   EXPECT_EQ(w.item<float>(), -2.F);
 }
 
-TEST(SafeAccumulation, WorksDisabledAndNamesItsMisuse) {
+TEST(DroppingAccumulation, WorksDisabledAndNamesItsMisuse) {
   const at::Tensor w = torch::zeros({3}, torch::requires_grad());
   auto optimizer = sgd({w});
   GradScaler disabled({.enabled = false});
-  SafeAccumulation accumulation(disabled, optimizer);
-  EXPECT_ERROR(accumulation.step(), "there is no micro-batch. Call backward(loss) first.");
+  DroppingAccumulation accumulation(disabled, optimizer);
+  EXPECT_FALSE(accumulation.flush());
   accumulation.backward((w * 2).sum());
   accumulation.backward((w * 4).sum());
   EXPECT_EQ(accumulation.step().kept(), 2);
@@ -279,9 +279,9 @@ TEST(SafeAccumulation, WorksDisabledAndNamesItsMisuse) {
   const at::Tensor table = torch::zeros({5, 1}, torch::requires_grad());
   auto sparse = sgd({table});
   GradScaler scaler;
-  SafeAccumulation other(scaler, sparse);
+  DroppingAccumulation other(scaler, sparse);
   const at::Tensor rows = torch::embedding(table, torch::tensor({1, 2}), -1, false, true);
-  EXPECT_ERROR(other.backward(rows.sum()), "Only dense gradients are summed");
+  EXPECT_ERROR(other.backward(rows.sum()), "Only dense gradients can be summed apart");
   EXPECT_FALSE(scaler.is_unscaled(sparse));
   other.backward((table * 2).sum());
   EXPECT_TRUE(other.step()) << "the failed call left no trace";

@@ -3,15 +3,16 @@
 // .conj().imag() give.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/accumulate.h>
 #include <torchamp/clip_grad.h>
 #include <torchamp/master_weights.h>
 #include <torchamp/optim.h>
 #include <torchamp/overflow_report.h>
-#include <torchamp/safe_accumulation.h>
 
 #include <functional>
 #include <vector>
 
+#include "support/dropping_accumulation.h"
 #include "support/expect_error.h"
 #include "support/optimizer_kinds.h"
 #include "support/optimizers.h"
@@ -137,7 +138,7 @@ TEST_P(LazyGradients, AreSummedUp) {
     const TwoParams params(gradient());
     torch::optim::SGD optimizer({params.lazy}, SGDOptions(1.));
     torchamp::GradScaler scaler({.init_scale = 4., .enabled = enabled});
-    torchamp::SafeAccumulation accumulation(scaler, optimizer);
+    DroppingAccumulation accumulation(scaler, optimizer);
     const Tensor lazy = params.lazy.grad();
     params.lazy.mutable_grad().reset();
     for (int i = 0; i < 2; ++i) {

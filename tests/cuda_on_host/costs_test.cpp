@@ -22,7 +22,6 @@
 #include "torchamp/cuda_graph.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/master_weights.h"
-#include "torchamp/predictive_scale.h"
 
 #if __has_include(<nccl.h>)
 #include <torch/csrc/distributed/c10d/HashStore.hpp>
@@ -264,8 +263,6 @@ std::vector<Row> rows() {
        fused<torchamp::FusedAdam>(adam, GradScalerOptions::megatron())},
       {"`FusedAdam`, `deepspeed()`",
        fused<torchamp::FusedAdam>(adam, GradScalerOptions::deepspeed())},
-      {"`FusedAdam`, `predictive()`",
-       fused<torchamp::FusedAdam>(adam, GradScalerOptions::predictive())},
       {"`FusedAdam`, `fixed(2)`", fused<torchamp::FusedAdam>(adam, GradScalerOptions::fixed(2.))},
       {"`FusedAdam`, two GPUs", fused<torchamp::FusedAdam>(adam, {}, 2)},
       {"LibTorch's `SGD`", plain<torch::optim::SGD>(sgd), true},

@@ -16,6 +16,7 @@
 #include <optional>
 #include <vector>
 
+#include "support/dropping_accumulation.h"
 #include "support/expect_error.h"
 #include "support/launch.h"
 #include "support/sharded.h"
@@ -70,7 +71,7 @@ TEST(Distributed, WarnsOnceOfAStepWithGradientsThatAreThisProcesssOwn) {
         };
         const CollectedWarnings warnings;
         torchamp::Accumulation window(scaler, optimizer, 2);
-        torchamp::SafeAccumulation sums(scaler, optimizer);
+        DroppingAccumulation sums(scaler, optimizer);
         window.before_unscale(before_unscale);
         sums.before_unscale(before_unscale);
         for (int i = 0; i < 4; ++i) {
@@ -288,7 +289,7 @@ TEST(ShardedMasters, DropWhatADiscardedWindowHasLeft) {
   }
   expect_same_bits(*discarded.net, *expected.net);
 
-  torchamp::SafeAccumulation safe(discarded.scaler, discarded.optimizer);
+  DroppingAccumulation safe(discarded.scaler, discarded.optimizer);
   const auto backward = [&] { safe.backward(loss_of(discarded.net, batch_of(0, 0))); };
   {
     const auto no_sync = discarded.masters.no_sync();

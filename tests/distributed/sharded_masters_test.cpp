@@ -247,7 +247,7 @@ TEST(ShardedMasters, RefuseWhatTheyCannotDo) {
   const char* const not_elementwise = "is not known to treat each element independently";
   EXPECT_ERROR(scaler.unscale_(lbfgs), not_elementwise);
   EXPECT_ERROR(masters.check_optimizer(lbfgs), not_elementwise);
-  EXPECT_ERROR(scaler.step(lbfgs, [&] { return loss_of(net, batch_of(rank, 0)); }),
+  EXPECT_ERROR(step(scaler, lbfgs, [&] { return loss_of(net, batch_of(rank, 0)); }),
                not_elementwise);
   backward();
   EXPECT_ERROR(masters.copy_to_model(), "no optimizer is known to treat each element");

@@ -5,13 +5,12 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torchamp/accumulation.h>
+#include <torchamp/accumulate.h>
 #include <torchamp/autocast.h>
 #include <torchamp/clip_grad.h>
 #include <torchamp/closure_step.h>
 #include <torchamp/master_weights.h>
 #include <torchamp/optim.h>
-#include <torchamp/safe_accumulation.h>
 
 #include <atomic>
 #include <cmath>
@@ -21,6 +20,7 @@
 #include <thread>
 #include <vector>
 
+#include "support/dropping_accumulation.h"
 #include "support/leaf.h"
 #include "support/optimizers.h"
 #include "support/warnings.h"
@@ -526,7 +526,7 @@ TEST_P(NoFalseAlarm, StyleTransferByLbfgs) {
   at::Tensor image = leaf({1, 3});
   torch::optim::LBFGS lbfgs({image}, torch::optim::LBFGSOptions(0.1).max_iter(3));
   for (int i = 0; i < iterations; ++i) {
-    scaler.step(lbfgs, [&] { return image.pow(2).sum() + (image - 1.).pow(2).mean(); });
+    step(scaler, lbfgs, [&] { return image.pow(2).sum() + (image - 1.).pow(2).mean(); });
     scaler.update();
   }
 }
@@ -602,8 +602,8 @@ TEST_P(NoFalseAlarm, AnAccumulationWithAClip) {
   for (int i = 0; i < 2 * iterations; ++i) window.backward(net(x).pow(2).mean());
 }
 
-TEST_P(NoFalseAlarm, ASafeAccumulationWithAClip) {
-  torchamp::SafeAccumulation window(scaler, *optimizer);
+TEST_P(NoFalseAlarm, ADroppingAccumulationWithAClip) {
+  DroppingAccumulation window(scaler, *optimizer);
   for (int i = 0; i < 2 * iterations; ++i) {
     window.backward(net(x).pow(2).mean());
     if (i % 2 == 1) window.step([&] { torchamp::clip_grad_norm_(*optimizer, 1e-3); });

@@ -21,8 +21,8 @@
 #include "support/expect_error.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
-#include "torchamp/cast_recorder.h"
 #include "torchamp/detail/core/autocast/policy_scope.h"
+#include "torchamp/labs/cast_recorder.h"
 
 namespace {
 

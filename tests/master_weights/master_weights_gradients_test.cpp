@@ -163,7 +163,7 @@ TEST(MasterWeights, SayThatTheModelWasNotGivenTheValuesOfASGDThatAScalerHasStepp
         pass();
         if (with_closure) {
           // The masters are the closure's parameters.
-          scaler.step(optimizer, [&] {
+          step(scaler, optimizer, [&] {
             Tensor sum = at::zeros({});
             for (const Tensor& master : masters.parameters()) sum = sum + master.sum();
             return sum;

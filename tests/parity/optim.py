@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: BSD-3-Clause
-"""Writes optim.txt: what PyTorch's optimizers make of random walks, for optim_test.cpp.
+"""Writes optim.txt: what PyTorch's optimizers make of random walks, for optim_test.cpp and
+muon_test.cpp.
 
     python3 tests/parity/optim.py > tests/parity/optim.txt
 
-A walk has parameters of three shapes. In each step some of them may lack a gradient, the gradients
+A walk has parameters of three shapes; those of Muon are matrices. In each step some of them may lack a gradient, the gradients
 are scaled, and the step may be to be skipped; all of it follows from the walk's number through a
 small generator that optim_test.cpp has too. A line is: the case, the walk, the step, and all
 parameters' elements after it.
@@ -12,11 +13,12 @@ parameters' elements after it.
 The numbers are those of the foreach implementation, whose gradients are divided and which is not
 called when a step is to be skipped. Where PyTorch has a fused one that can be called with a scale
 and a flag, it must agree, except for SGD with a momentum when the first step is skipped: that one
-goes on from uninitialised memory.
+goes on from uninitialised memory. Muon has one implementation, which steps matrix by matrix.
 """
 import torch
 
 SHAPES = [(5,), (2, 3), ()]
+MATRICES = [(3, 4), (4, 3), (3, 3), (3, 4), (2, 8)]  # the last is (2, 2, 2, 2) in muon_test.cpp
 STEPS = 10
 WALKS = (6, 8)  # in the first, the first three steps are skipped
 CASES = {
@@ -34,6 +36,15 @@ CASES = {
     "adagrad_decay": (
         torch.optim.Adagrad,
         dict(lr=0.1, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.5, eps=1e-3)),
+    "muon": (torch.optim.Muon, dict(lr=0.1)),
+    "muon_no_nesterov": (torch.optim.Muon, dict(lr=0.1, nesterov=False, momentum=0.7)),
+    "muon_match_rms_adamw": (
+        torch.optim.Muon, dict(lr=0.1, weight_decay=0.5, adjust_lr_fn="match_rms_adamw")),
+    "muon_spectral_unclamped": (
+        torch.optim.Muon, dict(lr=0.1, weight_decay=0.0, adjust_lr_fn="spectral_unclamped")),
+    "muon_coefficients": (
+        torch.optim.Muon,
+        dict(lr=0.1, ns_coefficients=(2.0, -1.5, 0.5), ns_steps=8, eps=10.0, momentum=0.0)),
 }
 
 
@@ -52,8 +63,10 @@ class Numbers:
 
 def walk(kind, options, number, fused):
     numbers = Numbers(number)
-    params = [numbers.tensor(shape).requires_grad_() for shape in SHAPES]
-    how = dict(fused=True) if fused else dict(foreach=True)
+    is_muon = kind is torch.optim.Muon
+    shapes = MATRICES if is_muon else SHAPES
+    params = [numbers.tensor(shape).requires_grad_() for shape in shapes]
+    how = {} if is_muon else dict(fused=True) if fused else dict(foreach=True)
     optimizer = kind(params, **options, **how)
     rows = []
     for _ in range(STEPS):
@@ -80,7 +93,7 @@ def main():
     for case, (kind, options) in CASES.items():
         for number in WALKS:
             rows = walk(kind, options, number, fused=False)
-            if not options.get("momentum"):
+            if kind is not torch.optim.Muon and not options.get("momentum"):
                 torch.testing.assert_close(walk(kind, options, number, fused=True), rows)
             for step, row in enumerate(rows):
                 print(case, number, step, *(f"{x:.7g}" for x in row.tolist()))

@@ -6,9 +6,9 @@
 #include <torchamp/accumulate.h>
 #include <torchamp/autocast.h>
 #include <torchamp/grad_scaler.h>
+#include <torchamp/labs/precision_audit.h>
 #include <torchamp/master_weights.h>
 #include <torchamp/optim.h>
-#include <torchamp/precision_audit.h>
 #include <torchamp/training_checkpoint.h>
 #include <torchamp/weight_cache.h>
 
@@ -21,6 +21,7 @@
 
 #include "simulated_device/device.h"
 #include "support/devices.h"
+#include "support/dropping_accumulation.h"
 #include "support/host_allocation_limit.h"
 #include "support/out_of_memory.h"
 #include "support/temporary_folder.h"
@@ -114,16 +115,16 @@ struct Window {
   }
 };
 
-TEST_F(OutOfMemory, ASafeAccumulationAddsAMicroBatchOnceOrNotAtAll) {
+TEST_F(OutOfMemory, ADroppingAccumulationAddsAMicroBatchOnceOrNotAtAll) {
   const auto run = [](bool fails) {
     Window window;
-    torchamp::SafeAccumulation accumulation(window.scaler, window.optimizer);
+    DroppingAccumulation accumulation(window.scaler, window.optimizer);
     int failures = 0;
     for (const double factor : {1., 1e300, 5.}) {
       const auto call = [&] { accumulation.backward(window.loss(factor)); };
       fails ? void(failures += until_memory_suffices(call, [] {})) : call();
     }
-    std::optional<torchamp::SafeAccumulationResult> result;
+    std::optional<torchamp::AccumulationResult> result;
     const auto step = [&] { result = accumulation.step(); };
     fails ? void(failures += until_memory_suffices(step, [] {})) : step();
     EXPECT_EQ(result->kept(), 2);

@@ -27,6 +27,7 @@
 #include "simulated_device/facts.h"
 #include "simulated_device/pinned.h"
 #include "support/devices.h"
+#include "support/dropping_accumulation.h"
 #include "support/expect_error.h"
 #include "support/host_access_watch.h"
 #include "support/non_finite.h"
@@ -386,11 +387,11 @@ TEST_F(SimulatedTraining, RecomputationKeepsTheRegionInTheDevicesThread) {
   EXPECT_EQ(dtypes, (std::vector<at::ScalarType>{at::kBFloat16, at::kBFloat16}));
 }
 
-TEST_F(SimulatedTraining, SafeAccumulationWaitsForNothingBeforeItsStep) {
+TEST_F(SimulatedTraining, DroppingAccumulationWaitsForNothingBeforeItsStep) {
   const Tensor w = torch::ones({4}, on(sim0)).requires_grad_();
   torchamp::FusedSGD optimizer({w}, torch::optim::SGDOptions(1.));
   GradScaler scaler({.init_scale = 4.});
-  torchamp::SafeAccumulation accumulation(scaler, optimizer);
+  DroppingAccumulation accumulation(scaler, optimizer);
   accumulation.backward((w * 2.).sum());
   const Counts counts;
   accumulation.backward((w * 4.).sum());

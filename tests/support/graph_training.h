@@ -40,6 +40,12 @@ struct Training {
     } else if (kind == "adamw") {
       optimizer = std::make_unique<torchamp::FusedAdamW>(
           parameters, torch::optim::AdamWOptions(lr).amsgrad(true));
+    } else if (kind == "muon") {
+      std::vector<at::Tensor> matrices;
+      for (const at::Tensor& p : parameters) {
+        if (p.dim() > 1) matrices.push_back(p);
+      }
+      optimizer = std::make_unique<torchamp::FusedMuon>(matrices, torchamp::MuonOptions(lr));
     } else {
       optimizer = std::make_unique<torchamp::FusedSGD>(
           parameters, torch::optim::SGDOptions(4 * lr).momentum(0.9).nesterov(true));

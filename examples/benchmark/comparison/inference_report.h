@@ -63,7 +63,7 @@ inline void write_inference_report(std::ostream& out, const Plan& plan,
          "torch.inference_mode. The first call casts what later calls find. "
       << (plan.device == "cpu"
               ? "With *memory kept* the process gives no memory back to the kernel "
-                "between calls (torchamp::keep_host_memory()). "
+                "between calls (settings of glibc's malloc). "
               : "")
       << "Peak memory is\n"
       << (plan.device == "cpu" ? "by how much the process has grown"

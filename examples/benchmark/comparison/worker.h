@@ -1,8 +1,8 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/Context.h>
 #include <torch/version.h>
-#include <torchamp/host_memory.h>
 
 #include <algorithm>
 #include <exception>
@@ -56,6 +56,7 @@ inline void use_once(const WorkerOptions& options, at::Device device) {
   Way way = options.way;
   way.launch = "eager";
   way.variant = "plain";
+  if (way.optimizer == "muon") way.optimizer = "fused";  // its layers are not for Muon
   if (way.casts == "audited") way.casts = "torch";
   auto model = find_model("checkerboard").make({{"side", 4}, {"channels", 4}});
   if (options.predicts) {
@@ -113,11 +114,12 @@ inline int serve(const WorkerOptions& options) {
     return 1;
   };
   try {
-    if (options.way.variant == "kept") {
-      TORCH_CHECK(torchamp::keep_host_memory(), "this process's malloc is not glibc's");
-    }
     if (options.threads > 0) torch::set_num_threads(static_cast<int>(options.threads));
     const at::Device device(options.device);
+    if (options.way.is_tf32()) {
+      TORCH_CHECK(device.is_cuda(), "TF32 is for CUDA devices");
+      at::globalContext().setFloat32MatmulPrecision("high");
+    }
     use_once(options, device);
     const auto make = [&] { return find_model(options.model).make(options.sizes); };
     if (!options.audit.empty()) {

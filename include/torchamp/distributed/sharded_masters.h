@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief ShardedMasterWeights: master weights and optimizer states, sharded over processes.
+/// @brief Extra. ShardedMasterWeights: master weights and optimizer states, sharded over processes.
 
 // Not in the umbrella header: it needs LibTorch's distributed part.
 #if !__has_include(<torch/csrc/distributed/c10d/reducer.hpp>)
@@ -151,7 +151,8 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
   /// the model's own .grad (zero_grad() drops them), and the next backward outside it sends the
   /// sums. For all micro-batches of a step but the last; before an earlier step call
   /// sync_gradients(). Without it every backward sends, and the averages accumulate, with less
-  /// memory and more traffic. Not with a SafeAccumulation, which checks each micro-batch.
+  /// memory and more traffic. Not with AccumulationOptions::drop_bad, which checks each
+  /// micro-batch.
   using NoSync = detail::NoSync;
 
   /// Begins such a region; with `enabled` false, one without effect.

@@ -32,11 +32,12 @@ inline std::optional<c10::DeviceType> accelerator() {
 #endif
 }
 
-/// An fp32 tensor on the host that nobody has written, for non-blocking copies from `device`:
+/// A tensor on the host that nobody has written, for non-blocking copies from `device`:
 /// pinned where the accelerator has pinned memory, since copies to any other are waited for.
-inline at::Tensor copy_target(at::Device device, at::IntArrayRef sizes) {
+inline at::Tensor copy_target(at::Device device, at::IntArrayRef sizes,
+                              at::ScalarType dtype = at::kFloat) {
   const c10::InferenceMode no_inference(false);
-  const auto options = at::TensorOptions(at::kCPU).dtype(at::kFloat);
+  const auto options = at::TensorOptions(at::kCPU).dtype(dtype);
   if (accelerator() != device.type()) return at::empty(sizes, options);
   try {
     return at::empty(sizes, options.pinned_memory(true));
@@ -83,23 +84,13 @@ class ReplayedState {
   virtual void look() = 0;
 };
 
-/// What a graph brings that follows state through replays for a higher floor.
-class ReplayFollower {
- protected:
-  virtual ~ReplayFollower() = default;
-};
-
 using ReplayedStates = std::vector<std::shared_ptr<ReplayedState>>;
 
 /// Marks the calling thread as one that runs the body of a CudaGraph, warm-ups included, while it
 /// lives: what a graph cannot hold is refused there by name, before anything is captured.
 class GraphBody {
  public:
-  /// `follower`: what follows the scales of scalers; null where nothing does.
-  explicit GraphBody(const ReplayFollower* follower = nullptr)
-      : scales(follower), outer_(current()) {
-    current() = this;
-  }
+  GraphBody() : outer_(current()) { current() = this; }
   GraphBody(const GraphBody&) = delete;
   GraphBody& operator=(const GraphBody&) = delete;
   ~GraphBody() { current() = outer_; }
@@ -111,7 +102,6 @@ class GraphBody {
   }
   static bool is_running() { return current() != nullptr; }
 
-  const ReplayFollower* const scales;
   /// Of which body something is: a failed one's next try is another.
   const std::shared_ptr<const void> identity = std::make_shared<char>();
 

@@ -124,6 +124,12 @@ inline at::Tensor part_of(const at::Tensor& tensor, int64_t begin, int64_t size)
   return tensor.as_strided({size}, {1}, tensor.storage_offset() + begin);
 }
 
+/// Whether two tensors hold their elements in the same order: the fused kernels walk through memory
+/// and do not look (on the CPU not even for an error).
+inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
+  return a.sizes() == b.sizes() && a.strides() == b.strides();
+}
+
 /// Whether elements of a dense tensor share memory, as after expand().
 inline bool repeats_elements(const at::Tensor& tensor) {
   return tensor.layout() == at::kStrided && at::has_internal_overlap(tensor) == at::MemOverlap::Yes;

@@ -56,6 +56,8 @@ struct WeightMeta : c10::BackendMeta {
   virtual void refuse_plain_step(ErrorPlace /*where*/) const {}
   /// The program has dropped the gradient.
   virtual void note_gradient_dropped() {}
+  /// The optimizer's parameter was given a gradient; `times`: gradients_moved() after that.
+  virtual void note_gradient_taken(uint64_t times) { moved = times; }
 };
 
 using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
@@ -81,6 +83,18 @@ bool any_gradient(const torch::optim::Optimizer& optimizer, const F& f) {
 }
 inline bool any_gradient(const torch::optim::Optimizer& optimizer) {
   return any_gradient(optimizer, [](const at::Tensor&) { return true; });
+}
+
+/// The parameters, and their gradients in the same order, of which some may be undefined, as walks
+/// for a Snapshot.
+inline auto walk_parameters(const torch::optim::Optimizer& optimizer) {
+  return [&optimizer](const auto& f) { return any_parameter(optimizer, f); };
+}
+inline auto walk_gradients(const torch::optim::Optimizer& optimizer) {
+  return [&optimizer](const auto& f) {
+    return any_parameter(optimizer,
+                         [&f](const at::Tensor& parameter) { return f(gradient_of(parameter)); });
+  };
 }
 
 /// Null for most tensors.

@@ -21,6 +21,7 @@ struct AdagradKernel : KernelBase<torch::optim::Adagrad, torch::optim::AdagradOp
                                   torch::optim::AdagradParamState> {
   static constexpr const char* name = "FusedAdagrad";
   static constexpr const char* op = "aten::_fused_adagrad_";
+  static constexpr bool elementwise = true;
   static constexpr bool kernel_takes_rate_on_device = TORCHAMP_LIBTORCH >= 208;
   static constexpr bool apart = !kernel_takes_rate_on_device;  // step_flat() wants it
 

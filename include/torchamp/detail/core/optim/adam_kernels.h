@@ -69,6 +69,7 @@ struct AdamKernel
                      &at::_ops::_fused_adam_::call, &at::_ops::_fused_adam__tensor_lr::call> {
   static constexpr const char* name = "FusedAdam";
   static constexpr const char* op = "aten::_fused_adam_";
+  static constexpr bool elementwise = true;
 };
 
 struct AdamWKernel
@@ -76,6 +77,7 @@ struct AdamWKernel
                      &at::_ops::_fused_adamw_::call, &at::_ops::_fused_adamw__tensor_lr::call> {
   static constexpr const char* name = "FusedAdamW";
   static constexpr const char* op = "aten::_fused_adamw_";
+  static constexpr bool elementwise = true;
 };
 
 }  // namespace torchamp::detail

@@ -93,8 +93,9 @@ void check_parameters(const ParamGroups& groups, const ParamStates& states) {
       const bool is_new = seen.find(key) == seen.end();
       seen[key] = nullptr;
       const auto where = [&] { return std::string(Kernel::name) + "::step: " + place_of(g, i); };
-      const std::string why = is_new ? why_not_fused(param, grad)
-                                     : " is in the optimizer twice. Give each parameter once.";
+      std::string why = is_new ? why_not_fused(param, grad)
+                               : " is in the optimizer twice. Give each parameter once.";
+      if (why.empty()) why = Kernel::why_not(param);
       TORCHAMP_CHECK_VALUE(why.empty(), where(), why);
       if (const StepMethod* const method = step_method_of(param)) method->check(param, grad, where);
     }
@@ -107,12 +108,6 @@ void check_parameters(const ParamGroups& groups, const ParamStates& states) {
                          ". Make a new optimizer for parameters of another shape.");
   };
   for_each_state<Kernel>(groups, states, check);
-}
-
-/// Whether two tensors hold their elements in the same order: the fused kernels walk through memory
-/// and do not look (on the CPU not even for an error).
-inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
-  return a.sizes() == b.sizes() && a.strides() == b.strides();
 }
 
 /// `tensor`, or a copy of it with the device and layout of `param`, and the dtype of its steps.

@@ -63,6 +63,10 @@ template <detail::OptimizerKernel Kernel>
 void FusedOptimizerOf<Kernel>::check_group(const torch::optim::OptimizerParamGroup& group,
                                            std::size_t number) const {
   if (group.has_options()) detail::counterpart<Kernel>(detail::options_of<Kernel>(group, number));
+  for (std::size_t i = 0; i < group.params().size(); ++i) {
+    const std::string why = Kernel::why_not(group.params()[i]);
+    TORCHAMP_CHECK_VALUE(why.empty(), Kernel::name, ": ", detail::place_of(number, i), why);
+  }
 }
 
 template <detail::OptimizerKernel Kernel>

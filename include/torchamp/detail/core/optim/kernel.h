@@ -8,6 +8,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 
 #include "torchamp/detail/core/optim/device_scalars.h"
 #include "torchamp/detail/core/optim/step_list.h"
@@ -32,8 +33,10 @@ namespace torchamp::detail {
 ///     counts_first_only  whether all that it asks of it is whether the step is the first; it then
 ///                        counts the steps before this one, up to the first that was surely made
 ///     op                 the op of ATen's that step() calls, or null; where the device lacks it,
-///                        list.lacks_op is true, and all parameters of a list have one count.
-///                        step() may be called with parts of parameters then
+///                        list.lacks_op is true, and all parameters of a list have one count
+///     elementwise        whether step() treats each element independently; step() may be called
+///                        with parts of parameters then
+///     why_not(param)     what is wrong with a parameter that step() cannot take; else empty
 ///
 /// KernelBase has what is the same for most: derive from it.
 ///
@@ -49,6 +52,8 @@ concept OptimizerKernel = std::derived_from<typename K::LibTorch, torch::optim::
   { K::op } -> std::convertible_to<const char*>;
   { K::apart } -> std::convertible_to<bool>;
   { K::counts_first_only } -> std::convertible_to<bool>;
+  { K::elementwise } -> std::convertible_to<bool>;
+  { K::why_not(param) } -> std::convertible_to<std::string>;
   { K::kinds(options) } -> std::same_as<std::size_t>;
   { K::tensor(state, std::size_t{}) } -> std::same_as<at::Tensor&>;
   { K::initial(std::size_t{}, param, options) } -> std::same_as<at::Tensor>;
@@ -68,7 +73,9 @@ struct KernelBase {
   static constexpr const char* op = nullptr;
   static constexpr bool apart = false;
   static constexpr bool counts_first_only = false;
+  static constexpr bool elementwise = false;
 
+  static std::string why_not(const at::Tensor&) { return ""; }
   static at::Tensor initial(std::size_t, const at::Tensor& param, const Options&) {
     return at::zeros_like(param);
   }

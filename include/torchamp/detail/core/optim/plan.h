@@ -268,7 +268,7 @@ class StepPlan {
     if (list.params.empty()) {
       list.scalars = &scalars_of(param.device());
       list.lacks_op = is_lacked;
-      list.takes_parts = has_op;
+      list.takes_parts = Kernel::elementwise;
       list.state.resize(use.kinds);
     }
     list.params.push_back(param);

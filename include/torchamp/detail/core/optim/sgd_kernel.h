@@ -36,6 +36,7 @@ struct SgdKernel
     : KernelBase<torch::optim::SGD, torch::optim::SGDOptions, torch::optim::SGDParamState> {
   static constexpr const char* name = "FusedSGD";
   static constexpr const char* op = "aten::_fused_sgd_";
+  static constexpr bool elementwise = true;
   static constexpr bool apart = true;
   static constexpr bool counts_first_only = true;
 

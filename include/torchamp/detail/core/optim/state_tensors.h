@@ -5,10 +5,12 @@
 #include <torch/optim/adagrad.h>
 #include <torch/optim/adam.h>
 #include <torch/optim/adamw.h>
+#include <torch/optim/lbfgs.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
+#include <type_traits>
 #include <vector>
 
 #include "torchamp/version.h"
@@ -32,6 +34,18 @@ void for_each_state_tensor(torch::optim::OptimizerParamState& state, const F& f)
   } else if (auto* const adagrad = dynamic_cast<AdagradParamState*>(&state)) {
     each(adagrad->sum());
   }
+}
+
+/// Whether LibTorch 2.15 takes what such options of a group leave out from an optimizer's defaults.
+/// It replaces options of other types by the defaults.
+inline bool is_known_to_libtorch(const torch::optim::OptimizerOptions& options) {
+  using namespace torch::optim;
+  const auto is_any = [&options]<class... Types>(std::type_identity<Types>...) {
+    return (... || (dynamic_cast<const Types*>(&options) != nullptr));
+  };
+  return is_any(std::type_identity<AdamOptions>(), std::type_identity<AdamWOptions>(),
+                std::type_identity<SGDOptions>(), std::type_identity<RMSpropOptions>(),
+                std::type_identity<AdagradOptions>(), std::type_identity<LBFGSOptions>());
 }
 
 /// The parameters of all groups, one group after the other.

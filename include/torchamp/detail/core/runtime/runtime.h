@@ -98,9 +98,10 @@ struct DeviceAutocastState {
 
 // Note [Weights that are kept]
 // LibTorch caches casts of weights for a region. Other caches are extras: casts (weight_cache.h)
-// and 8-bit forms (fp8.h) are in a store of the process (detail/extras/weights/derived.h), to which
-// the core reports events as KeptWeights, and writes of its own as Note [Weights that are written]
-// says. Who casts weights for a region is a WeightCasts. All are null without these extras.
+// and other forms of weights are in a store of the process (detail/extras/weights/derived.h), to
+// which the core reports events as KeptWeights, and writes of its own as Note [Weights that are
+// written] says. Who casts weights for a region is a WeightCasts. All are null without these
+// extras.
 
 /// How long something that was made of a weight is kept.
 struct WeightKeep {
@@ -155,9 +156,9 @@ class WeightCasts {
   ~WeightCasts() = default;
 };
 
-/// Those of torchamp/weight_cache.h, which registers them; null where no source file includes that.
+/// Who casts weights for torchamp/weight_cache.h, which registers it; null if no source file
+/// includes that header.
 inline const WeightCasts* registered_weight_casts = nullptr;
-inline const WeightCasts* registered_casts_together = nullptr;
 
 // ---- Products on CPUs ---------------------------------------------------------------------------
 

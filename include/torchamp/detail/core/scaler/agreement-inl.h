@@ -11,7 +11,6 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/shards.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
-#include "torchamp/detail/core/scaler/scale_rule.h"
 #include "torchamp/detail/core/scaler/step.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/grad_scaler_options.h"
@@ -39,9 +38,8 @@ inline bool has_others(const OptimizerState& state, const GradScalerOptions& opt
   return options.agree_found_inf || state.shards;
 }
 
-/// Makes found_inf and the largest magnitude those of all processes, once. `losses` put this
-/// process's bad losses into the magnitude before.
-TORCHAMP_COLD void agree(OptimizerState& state, LossScale& scale, const LossWatch* losses) {
+/// Makes found_inf the flag of all processes, once.
+TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale) {
   if (state.agreement != OptimizerState::Agreement::none) return;
   const GradScalerOptions& options = scale.options();
   if (has_others(state, options)) {
@@ -54,16 +52,12 @@ TORCHAMP_COLD void agree(OptimizerState& state, LossScale& scale, const LossWatc
     found_inf = found_inf.reshape({}).ne(0).to(scale.scale().options());
     state.found_inf = {std::move(found_inf), std::nullopt};
   }
-  if (losses) losses->mark(state.amax, scale.scale());
-  if (const ScaleRule* const rule = scale.rule()) {
-    rule->agree(options, state.shards.get(), scale.scale(), state.amax);
-  }
   state.agreement = OptimizerState::Agreement::reached;
 }
 
 /// agree() on what a step goes by, however often it is tried.
-inline void agree_for_step(OptimizerState& state, LossScale& scale, const LossWatch* losses) {
-  agree(state, scale, losses);
+inline void agree_for_step(OptimizerState& state, LossScale& scale) {
+  agree(state, scale);
   if (has_others(state, scale.options())) state.agreement = OptimizerState::Agreement::binding;
 }
 

@@ -55,18 +55,14 @@ inline void check_options(const GradScalerOptions& options) {
   check_growth_interval(call, options.growth_interval);
   check_option(options.hysteresis >= 1, call, "the hysteresis", options.hysteresis,
                "It is 1 (lower the scale at once) or more.");
-  check_option(options.overflow_tolerance >= 0. && options.overflow_tolerance <= 1., call,
-               "overflow_tolerance", options.overflow_tolerance, "It is a fraction from 0 to 1.");
   check_option(options.growth_tracker_start <= 0 &&
                    options.growth_tracker_start >= std::numeric_limits<int32_t>::min(),
                call, "growth_tracker_start", options.growth_tracker_start,
                "It is 0, or below 0 to delay growth after a bad iteration.");
+  check_option(options.check_order.first_iterations >= 0, call, "check_order.first_iterations",
+               options.check_order.first_iterations, "It is 0 (no check) or more.");
   check_option(options.max_skips_in_a_row >= 0, call, "max_skips_in_a_row",
                options.max_skips_in_a_row, "It is 0 (no limit) or more.");
-  for (const PredictiveSetting& setting :
-       {options.follows_gradients, options.forgives_bad_losses}) {
-    if (setting) setting.rule()->check_options(call, options);
-  }
   const bool calls = options.at_min_scale == AtLimit::call ||
                      (options.at_max_skips == AtLimit::call && options.max_skips_in_a_row > 0);
   TORCHAMP_CHECK_VALUE(!calls || options.on_limit, call,

@@ -6,12 +6,14 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/_amp_update_scale.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/zeros.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
+#include <type_traits>
 
 #include "torchamp/detail/core/base/devices.h"
-#include "torchamp/detail/core/scaler/scale_rule.h"
+#include "torchamp/detail/core/scaler/scale_memory.h"
 #include "torchamp/detail/core/scaler/scale_update.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
@@ -37,12 +39,10 @@ class DeviceUpdate {
   /// Synchronises.
   virtual void read(ScaleMemory<double>& values) const = 0;
   virtual void limit_growth_tracker(int64_t last) = 0;
-  /// Changes `scale` in place, within its limits. `found_inf` is 0-dim fp32, 0 or 1; `amax` the
-  /// largest magnitude of the scaled gradients, undefined where it is not known; `skips` what there
-  /// were in a row before.
+  /// Changes `scale` in place, within its limits. `found_inf` is 0-dim fp32, 0 or 1; `skips`
+  /// what there were in a row before.
   virtual void make(const GradScalerOptions& options, const at::Tensor& scale,
-                    const at::Tensor& found_inf, const at::Tensor& amax,
-                    const at::Tensor& skips) = 0;
+                    const at::Tensor& found_inf, const at::Tensor& skips) = 0;
 };
 
 /// torch.amp's update, and the limits.
@@ -60,7 +60,7 @@ class TorchUpdate final : public DeviceUpdate {
   void limit_growth_tracker(int64_t last) override { growth_tracker_.clamp_max_(last); }
 
   void make(const GradScalerOptions& options, const at::Tensor& scale, const at::Tensor& found_inf,
-            const at::Tensor& /*amax*/, const at::Tensor& /*skips*/) override {
+            const at::Tensor& /*skips*/) override {
     at::Tensor updated = scale;
     at::_amp_update_scale_(updated, growth_tracker_, found_inf, options.growth_factor,
                            options.backoff_factor, options.growth_interval);
@@ -76,46 +76,43 @@ class FormulaUpdate final : public DeviceUpdate {
  public:
   FormulaUpdate(const ScaleMemory<double>& values, const at::Tensor& scale)
       : number_(scale.options().dtype(number_type_on(scale.device()))) {
-    memory_.of_rule.resize(values.of_rule.size());
-    for_each_number([this](const char*, at::Tensor& tensor,
-                           double value) { tensor = at::full({}, value, number_); },
-                    memory_, values);
+    for (std::size_t i = 0; i < rows; ++i) of(memory_, i) = at::full({}, of(values, i), number_);
     memory_.scale = memory_.skips = at::Tensor();  // they are the scaler's
   }
 
   void set(const ScaleMemory<double>& values) override {
-    for_each_number(
-        [](const char*, at::Tensor& tensor, double value) {
-          if (tensor.defined()) tensor.fill_(value);
-        },
-        memory_, values);
+    for (std::size_t i = 0; i < rows; ++i) {
+      if (of(memory_, i).defined()) of(memory_, i).fill_(of(values, i));
+    }
   }
   void read(ScaleMemory<double>& values) const override {
-    for_each_number(
-        [](const char*, double& value, const at::Tensor& tensor) {
-          if (tensor.defined()) value = tensor.item<double>();
-        },
-        values, memory_);
+    for (std::size_t i = 0; i < rows; ++i) {
+      if (of(memory_, i).defined()) of(values, i) = of(memory_, i).item<double>();
+    }
   }
   void limit_growth_tracker(int64_t last) override { memory_.growth_tracker.clamp_max_(last); }
 
   void make(const GradScalerOptions& options, const at::Tensor& scale, const at::Tensor& found_inf,
-            const at::Tensor& amax, const at::Tensor& skips) override {
+            const at::Tensor& skips) override {
     ScaleMemory<at::Tensor> before = memory_;
     before.scale = scale.to(number_);
     before.skips = skips.to(number_);
-    const ScaleMemory<at::Tensor> after =
-        after_update(options, before, found_inf != 0.,
-                     amax.defined() ? amax.to(number_) : at::zeros({}, number_));
+    const ScaleMemory<at::Tensor> after = after_update(options, before, found_inf != 0.);
     scale.copy_(after.scale);  // a number that stays is copied onto itself
-    for_each_number(
-        [](const char*, at::Tensor& tensor, const at::Tensor& number) {
-          if (tensor.defined()) tensor.copy_(number);
-        },
-        memory_, after);
+    for (std::size_t i = 0; i < rows; ++i) {
+      if (of(memory_, i).defined()) of(memory_, i).copy_(of(after, i));
+    }
   }
 
  private:
+  static constexpr std::size_t rows = std::size(scale_memory_rows<double>);
+  /// The number of row `i`.
+  template <class Memory>
+  static auto& of(Memory& memory, std::size_t i) {
+    using Number = std::remove_cvref_t<decltype(memory.scale)>;
+    return memory.*scale_memory_rows<Number>[i].number;
+  }
+
   at::TensorOptions number_;
   ScaleMemory<at::Tensor> memory_;  // without the scale and the skips
 };

@@ -11,9 +11,9 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
-#include <vector>
+#include <iterator>
 
-#include "torchamp/detail/core/scaler/scale_rule.h"
+#include "torchamp/detail/core/scaler/scale_memory.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
@@ -48,52 +48,35 @@ inline at::Tensor as_fp32(const at::Tensor& x) {
 
 /// What an update starts from.
 inline ScaleMemory<double> initial_memory(const GradScalerOptions& options) {
-  return {.scale = static_cast<float>(options.init_scale),
-          .growth_tracker = static_cast<double>(options.growth_tracker_start),
-          .credit = static_cast<double>(options.hysteresis),
-          .since_change = 0.,
-          .overflows = 0.,
-          .skips = 0.,
-          .of_rule = options.follows_gradients ? options.follows_gradients.rule()->initial()
-                                               : std::vector<double>()};
+  ScaleMemory<double> memory{};
+  for (const auto& row : scale_memory_rows<double>) memory.*row.number = row.initial(options);
+  return memory;
 }
 
-/// Whether ATen's kernel for torch.amp is the whole update. It keeps no credit and no rate of
-/// overflows.
+/// Whether ATen's kernel for torch.amp is the whole update. It keeps none of torchamp's own
+/// numbers.
 inline bool is_torch_update(const GradScalerOptions& options) {
-  return options.dynamic && !options.follows_gradients && options.hysteresis == 1 &&
-         options.overflow_tolerance == 0. && options.growth_tracker_start == 0;
+  return options.dynamic && options.growth_tracker_start == 0 &&
+         std::none_of(std::begin(scale_memory_rows<double>), std::end(scale_memory_rows<double>),
+                      [&](const auto& row) { return row.wanted(options); });
 }
 
 /// What is remembered after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor):
 /// the one formula, on a host for every rule, on a device for all but torch.amp's, which is a
-/// kernel of ATen's there. `amax` is the largest magnitude of the scaled gradients, 0 where it is
-/// not known; it matters only to a ScaleRule.
-/// Range::update in scale_bound.h follows how far this can move the scale: what is changed here may
-/// have to be changed there.
+/// kernel of ATen's there.
 template <class Number, class Bool>
 ScaleMemory<Number> after_update(const GradScalerOptions& options,
-                                 const ScaleMemory<Number>& before, const Bool& bad,
-                                 const Number& amax = {}) {
+                                 const ScaleMemory<Number>& before, const Bool& bad) {
   ScaleMemory<Number> after = before;
   after.skips = choose(bad, before.skips + 1., 0.);
   if (!options.dynamic) return after;
 
   const auto full_credit = static_cast<double>(options.hysteresis);
-  const bool good_refills = options.hysteresis_refill != HysteresisRefill::growth;
   after.growth_tracker =
       choose(bad, static_cast<double>(options.growth_tracker_start), before.growth_tracker + 1.);
-  const Number spent = clamp(before.credit - 1., 0., full_credit);
-  if (good_refills) {
-    after.credit = choose(bad, spent, full_credit);
-  } else {
-    after.credit = choose(bad, spent, before.credit);
-  }
-  after.since_change = before.since_change + 1.;
-  after.overflows = choose(bad, before.overflows + 1., before.overflows);
+  after.credit = choose(bad, clamp(before.credit - 1., 0., full_credit), before.credit);
 
-  const Bool lowers = bad & (after.credit <= 0.) &
-                      (after.overflows / after.since_change >= options.overflow_tolerance);
+  const Bool lowers = bad & (after.credit <= 0.);
   // The tracker was below the interval (set_growth_interval() and restore() see to that), and
   // starts at 0 or less, so a bad iteration does not grow.
   const Bool grows = after.growth_tracker == static_cast<double>(options.growth_interval);
@@ -104,16 +87,7 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
       choose(isfinite(raised), clamp(raised, options.min_scale, options.max_scale), before.scale);
   after.scale = choose(lowers, lowered, choose(grows, kept, before.scale));
   after.growth_tracker = choose(grows, 0., after.growth_tracker);
-  after.since_change = choose(lowers | grows, 0., after.since_change);
-  after.overflows = choose(lowers, 0., after.overflows);
-  after.credit = choose(grows, full_credit, after.credit);  // growth refills in any case
-  if (options.hysteresis_refill == HysteresisRefill::good_or_backed_off) {
-    after.credit = choose(lowers, full_credit, after.credit);
-  }
-  if (!before.of_rule.empty()) {
-    options.follows_gradients.rule()->update(
-        options, ScaleStep<Number, Bool>{before, bad, lowers, grows, amax}, after);
-  }
+  after.credit = choose(grows, full_credit, after.credit);
   return after;
 }
 

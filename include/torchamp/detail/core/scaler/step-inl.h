@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -22,7 +23,6 @@
 #include "torchamp/detail/core/gradients/unscale.h"
 #include "torchamp/detail/core/scaler/agreement-inl.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
-#include "torchamp/detail/core/scaler/misuse.h"
 #include "torchamp/detail/core/scaler/step.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/scaled_step.h"
@@ -31,16 +31,6 @@
 namespace torchamp::detail {
 
 // ---- Errors of calls in a wrong order -----------------------------------------------------------
-
-TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
-  TORCHAMP_CHECK(!state.in_closure,
-                 "GradScaler::step: the closure of this optimizer's step has called step(). Let it "
-                 "only compute and return the loss.");
-  TORCHAMP_CHECK(state.stage != OptimizerState::Stage::stepped,
-                 "GradScaler::step: this optimizer has been stepped already. Call update() once "
-                 "all optimizers have been stepped. (If an exception came before update(), call "
-                 "discard(optimizer).)");
-}
 
 /// Whether there are gradients that unscale_ has not seen. `moved`: masters were given some since,
 /// by MasterWeights::give_to_optimizer, which writes WeightMeta::moved.
@@ -53,7 +43,7 @@ inline bool any_came_later(const torch::optim::Optimizer& optimizer, const Optim
 
 /// Throws unless what unscale_ has divided and checked is what there is.
 inline void check_complete(const torch::optim::Optimizer& optimizer, const OptimizerState& state,
-                           const StepOrder& order) {
+                           const StepLedger& ledger) {
   const bool moved = state.moved != gradients_moved() && any_moved_after(optimizer, state.moved);
   TORCHAMP_CHECK(
       !any_came_later(optimizer, state, moved),
@@ -62,8 +52,13 @@ inline void check_complete(const torch::optim::Optimizer& optimizer, const Optim
       moved ? "call MasterWeights::take_gradients() before unscale_, and with an Accumulation in "
               "before_unscale."
             : "unscale_ found none at all.");
+  const std::scoped_lock lock(ledger.backward->mutex);
+  TORCHAMP_CHECK(!ledger.backward->divided.any_new_parameter(optimizer),
+                 "GradScaler::step: a parameter with a gradient was added to this optimizer after "
+                 "unscale_, so the gradient was neither unscaled nor checked. Add groups and "
+                 "parameters before unscale_. To continue, drop the gradients and call discard().");
   TORCHAMP_CHECK(
-      order.was_asked() || !order.backward->any_added(optimizer),
+      ledger.use.was_read() || !ledger.backward->divided.any_mixed(optimizer),
       "GradScaler::step: backward() of a scaled loss has added to the gradients of this optimizer "
       "after unscale_, or after a clip that names the scaler. Unscale and clip after the last "
       "backward(). To continue, drop the gradients and call discard().");
@@ -71,14 +66,13 @@ inline void check_complete(const torch::optim::Optimizer& optimizer, const Optim
 
 // ---- Gradients that are divided before the step -------------------------------------------------
 
-/// Tells the scale where a graph may replay this step, and change the scale unseen. Called before
-/// the scale is asked what may be left out because of it. May be called twice.
+/// A graph may replay this step, and change the scale without the host. May be called twice.
 inline void expect_replays(torch::optim::Optimizer& optimizer, LossScale& scale) {
   const auto* const captured = dynamic_cast<CapturedStep*>(&optimizer);
   if (GraphBody::is_running() || (captured && captured->may_be_captured())) scale.expect_replays();
 }
 
-TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimizer, LossScale& scale,
+TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimizer, LossScale& scale,
                                                const char* call) {
   const InternalOps guard;
   expect_replays(optimizer, scale);
@@ -88,20 +82,15 @@ TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
   DeferredClip* const deferred = find_deferred_clip(optimizer);
   const Divisor clip = deferred ? deferred->pending_for(optimizer) : Divisor();
   at::Tensor found_inf = at::zeros({}, scale.scale().options());
-  at::Tensor amax;
-  const ScaleRule* const rule = scale.rule();
-  if (rule) amax = rule->check_and_measure(batches, scale.scale(), found_inf);
   multiply_and_check(
       batches, [&](at::Device device) { return scale.inverse(device); }, found_inf);
   if (clip.defined()) {  // and need not show what is not finite, which was looked for here
     keep_deferred(*deferred, optimizer,
                   {.number = clip.number, .may_be_infinite = clip.may_be_infinite});
   }
-  // A rule has looked at the quotients: see ScaleRule::check_and_measure.
-  if (!rule && scale.may_be_below_one()) check_unscaled(batches, found_inf);
+  if (scale.may_be_below_one()) check_unscaled(batches, found_inf);
   return {.stage = OptimizerState::Stage::unscaled,
           .found_inf = {std::move(found_inf), std::nullopt},
-          .amax = std::move(amax),
           .had_gradients = !batches.empty(),
           .gradients = count_gradients(optimizer),
           .moved = gradients_moved(),
@@ -130,15 +119,9 @@ inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState
 // Note [A large scale and a clip]
 //
 // A fused step divides by one fp32 number, the scale times what a clip has left to it, which is the
-// norm of the scaled gradients over max_norm: more than fp32 may hold where the scale is large. So
-// where it may be above 2^32, gradients to be clipped are divided by the scale in the pass that
-// checks them, which costs nothing more, and the step divides by the rest. (Not fp16 gradients,
-// which that would ruin: they are too small for it to matter.)
-//
-// At a lower scale it takes gradients whose norm is above 2^96 max_norm. On the host the product is
-// looked at, and such gradients are divided as above, or the step skipped where some are fp16. On a
-// device, the check of the gradients looks at the product, too: if fp32 cannot hold it, the step is
-// skipped and the scale lowered, until it can.
+// norm over max_norm. If fp32 cannot hold the product, the gradients count as an overflow: the step
+// is skipped, and the scale backs off until fp32 can. On the host the product is looked at, on a
+// device the check of the gradients includes it.
 
 /// Whether the scale times `clip`, both on the host, is more than fp32 holds.
 inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
@@ -146,16 +129,6 @@ inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
   const float one = *scale.scale().const_data_ptr<float>();
   const float other = *clip.number.const_data_ptr<float>();
   return std::isfinite(one) && std::isfinite(other) && !std::isfinite(one * other);
-}
-
-/// Whether gradients are to be divided before a fused step, since the scale times `clip` may be
-/// more than fp32 holds.
-inline bool divides_before_clipped_step(LossScale& scale, const Divisor& clip,
-                                        const torch::optim::Optimizer& optimizer) {
-  if (!clip.defined()) return false;
-  constexpr double largest_safe_scale = 0x1p32;
-  return (scale.may_exceed(largest_safe_scale) || product_overflows(scale, clip)) &&
-         !has_half_gradients(optimizer);
 }
 
 /// The divisor, where it has to be checked: on the host product_overflows() tells.
@@ -186,11 +159,6 @@ inline void find_infs(const std::vector<GradientBatch>& batches, const StepDivis
   at::Tensor& found_inf = state.found_inf.tensor;
   const at::Device home = scale.scale().device();
   const at::Tensor number = number_to_check(divisor);
-  if (const ScaleRule* const rule = scale.rule()) {
-    state.amax = rule->check_and_measure(batches, scale.scale(), found_inf);
-    if (number.defined()) check_numbers({{home, at::kFloat}, {number}}, scale.one(), found_inf);
-    return;
-  }
   // The norm of a clip has read all gradients already: see Note [One read for norm and check].
   if (host_sees_finite(divisor)) return;
   if (device_sees_finite(home, divisor)) {
@@ -242,10 +210,7 @@ inline StepDivisor prepare_gradients(torch::optim::Optimizer& optimizer, bool fu
   const bool is_unscaled = state.stage == OptimizerState::Stage::unscaled;
   const bool recheck = scale.options().recheck;
   if (fused && !is_unscaled && !recheck) {
-    const Divisor clip = deferred_divisor_of(optimizer);
-    if (!divides_before_clipped_step(scale, clip, optimizer)) {
-      return check_before_fused_step(optimizer, clip, state, scale);
-    }
+    return check_before_fused_step(optimizer, deferred_divisor_of(optimizer), state, scale);
   }
   if (!is_unscaled) state = unscale_gradients(optimizer, scale, "GradScaler::step");
   if (recheck) recheck_gradients(optimizer, state);

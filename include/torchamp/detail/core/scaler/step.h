@@ -15,9 +15,7 @@ namespace torchamp::detail {
 /// the error texts.
 TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimizer, LossScale& scale,
                                                const char* call);
-/// Makes found_inf that of all processes, once.
-TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale, const LossWatch* losses);
-/// Throws where the optimizer has stepped already, or is stepping.
-TORCHAMP_BODY void check_not_stepped(const OptimizerState& state);
+/// Makes found_inf the flag of all processes, once.
+TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale);
 
 }  // namespace torchamp::detail

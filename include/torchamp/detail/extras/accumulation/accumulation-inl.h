@@ -2,7 +2,9 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/clamp_max.h>
 #include <ATen/ops/div.h>
+#include <ATen/ops/empty_like.h>
 #include <c10/core/DispatchKeySet.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/util/Exception.h>
@@ -15,8 +17,11 @@
 #include <utility>
 
 #include "torchamp/accumulate.h"
+#include "torchamp/detail/core/base/snapshot.h"
 #include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/gradients/clip_calls.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
+#include "torchamp/detail/extras/shared/master_gradients.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/version.h"
 
@@ -24,23 +29,30 @@ namespace TORCHAMP_NAMESPACE {
 
 inline Accumulation::~Accumulation() {
   if (!window_ || window_->pending == 0) return;
-  detail::warn("Accumulation: destroyed with ", window_->pending, " of ", micro_batches_,
-               " micro-batches pending; later gradients will be added to theirs. First call "
-               "flush() to step with them, or discard() to drop them.");
+  detail::warn_in_destructor(
+      {"Accumulation: destroyed with ", window_->pending, " of ", micro_batches_,
+       " micro-batches pending", sum_ ? "" : "; later gradients will be added to theirs",
+       ". First call flush() to step with them, or discard() to drop them."});
 }
 
-inline std::optional<StepResult> Accumulation::backward(const at::Tensor& loss) {
+inline std::optional<AccumulationResult> Accumulation::backward(const at::Tensor& loss) {
   TORCH_CHECK_VALUE(loss.defined(), terms_.backward, ": the loss is undefined.");
   const detail::StepLedger& ledger = detail::ScalerParts::ledger(scaler_);
-  ledger.scaled.check_not_in(loss, terms_.backward);
-  detail::check_not_scaled_within(loss, terms_.backward, ledger.scaled, ledger.order);
+  detail::check_not_scaled(loss, terms_.backward, ledger);
   check_open();
   const at::Tensor part = [&] {
     const c10::impl::ExcludeDispatchKeyGuard uncast(c10::autocast_dispatch_keyset);
-    return at::div(loss, static_cast<double>(micro_batches_));
+    return sum_ ? loss : at::div(loss, static_cast<double>(micro_batches_));
   }();
   detail::check_is_loss(part, terms_.backward);
   const at::Tensor scaled = scaler_.scale(part);
+  sum_ ? add_apart(scaled) : add_in_place(scaled);
+  if (window_->pending < micro_batches_) return std::nullopt;
+  return flush();
+}
+
+/// To the gradients that are there.
+inline void Accumulation::add_in_place(const at::Tensor& scaled) {
   if (window_->pending == 0) {
     open_window();
   } else {
@@ -49,10 +61,49 @@ inline std::optional<StepResult> Accumulation::backward(const at::Tensor& loss) 
   }
   stage_ = Stage::adding;
   scaled.backward();
+  // Later gradients are added in fp32, too. Gradients that a reducer has not averaged stay in the
+  // model, where it finds them.
+  const bool is_last = window_->pending + 1 == micro_batches_;
+  if (!is_last && !(detail::any_has_left_local &&
+                    detail::any_parameter(optimizer_, detail::has_local_gradient))) {
+    detail::take_model_gradients(optimizer_);
+  }
   stage_ = Stage::open;
   note_gradients();
-  if (++window_->pending < micro_batches_) return std::nullopt;
-  return flush();
+  ++window_->pending;
+}
+
+/// To sums outside of them, unless one is not finite.
+inline void Accumulation::add_apart(const at::Tensor& scaled) {
+  warn_of_others(terms_.backward);
+  detail::clear_gradients(optimizer_);
+  detail::drop_model_gradients(optimizer_);  // left by an exception
+  is_clear_ = false;
+  scaled.backward();
+  if (const auto unsent = detail::unsent_of(optimizer_); unsent && unsent->any()) {
+    unsent->drop();
+    TORCH_CHECK(false, terms_.backward,
+                ": the gradients of this micro-batch were computed within no_sync() and not sent, "
+                "so the processes cannot decide whether to keep them. Leave no_sync() out.");
+  }
+  if (before_unscale_) before_unscale_();
+  detail::warn_of_local_gradients(optimizer_, terms_.backward, warned_of_local_, terms_.send);
+  sum_->check(optimizer_);
+  try {
+    scaler_.unscale_(optimizer_);
+    const auto add = sum_->prepared(optimizer_, scaler_.found_inf(optimizer_));
+    scaler_.update();  // before the sums change, since it may throw
+    add();
+  } catch (...) {
+    scaler_.discard(optimizer_);
+    throw;
+  }
+  if (++window_->pending == 1) {
+    open_window();
+    began_at_ = detail::ClipCalls::now();
+  }
+  detail::clear_gradients(optimizer_);
+  is_clear_ = true;
 }
 
 inline void Accumulation::open_window() {
@@ -62,9 +113,8 @@ inline void Accumulation::open_window() {
 
 inline void Accumulation::note_gradients() {
   gradients_ = detail::count_gradients(optimizer_);
-  versions_ = detail::versions_of_gradients(optimizer_);
+  snapshot_ = detail::Snapshot(detail::walk_window(optimizer_));
   taken_ = detail::gradients_moved();
-  added_at_ = detail::PlainClips::tick();
 }
 
 inline void Accumulation::note_replayed_backward() {
@@ -74,21 +124,21 @@ inline void Accumulation::note_replayed_backward() {
 }
 
 inline std::function<void()> Accumulation::bookmark() {
-  return [this, window = *window_, stage = stage_, version = version_, gradients = gradients_,
-          versions = versions_, taken = taken_, added_at = added_at_] {
+  return [this, window = *window_, stage = stage_, gradients = gradients_,
+          has_scale = version_ == version_of_scale(), is_unchanged = is_as_left()] {
     *window_ = window;
     stage_ = stage;
-    version_ = version;
     gradients_ = gradients;
-    versions_ = versions;
-    taken_ = taken;
-    added_at_ = added_at;
+    // LibTorch has counted writes to the scale and the gradients that the device has not executed.
+    if (has_scale) version_ = version_of_scale();
+    if (is_unchanged) note_gradients();
   };
 }
 
-inline std::optional<StepResult> Accumulation::flush() {
+inline std::optional<AccumulationResult> Accumulation::flush() {
   check_whole(terms_.flush);
   if (window_->pending == 0) return std::nullopt;
+  if (sum_) return step_with_mean();
   check_window(terms_.flush);
   stage_ = Stage::stepping;
   if (!scaler_.is_unscaled(optimizer_)) {
@@ -101,7 +151,7 @@ inline std::optional<StepResult> Accumulation::flush() {
     if (!scaler_.is_unscaled(optimizer_)) scaler_.unscale_(optimizer_);
     before_step_();
   }
-  StepResult result = scaler_.step(optimizer_);
+  AccumulationResult result(scaler_.step(optimizer_), window_->pending);
   clear();
   try {
     scaler_.update();
@@ -110,6 +160,42 @@ inline std::optional<StepResult> Accumulation::flush() {
     throw;
   }
   return result;
+}
+
+/// Of what was kept apart; the window is unchanged after an error.
+inline AccumulationResult Accumulation::step_with_mean() {
+  check_scaled(terms_.flush);
+  TORCH_CHECK(before_step_ || !detail::ClipCalls::was_in_vain(began_at_, optimizer_), terms_.flush,
+              ": a clip before this call found no gradients, since the sums are kept outside "
+              ".grad. Clip in before_step([&] { clip_grad_norm_(optimizer, 1.); }).");
+  warn_of_others(terms_.flush);
+  detail::clear_gradients(optimizer_);  // a step that has failed may have left its own
+  is_clear_ = false;
+  auto kept = std::make_shared<detail::ReadOnce<double>>(sum_->kept());
+  at::Tensor skipped;  // memory for what comes after the step, where nothing may fail
+  if (kept->tensor.defined()) skipped = at::empty_like(kept->tensor);
+  at::Tensor flag = sum_->give_mean_to(optimizer_, *kept);
+  if (scaler_.is_enabled()) {
+    detail::take_unscaled(detail::ScalerParts::ledger(scaler_), optimizer_, std::move(flag),
+                          sum_->any());
+  }
+  try {
+    if (before_step_) before_step_();
+    const bool steps = scaler_.is_enabled() || sum_->any();
+    AccumulationResult result(steps ? scaler_.step(optimizer_) : detail::no_step(),
+                              window_->pending, std::move(kept));
+    if (skipped.defined()) {
+      const detail::InternalOps guard;
+      at::clamp_max_out(skipped, result.found_inf(), 1.);
+      result.kept_->tensor.addcmul_(result.kept_->tensor, skipped, -1.);
+    }
+    clear();
+    scaler_.discard(optimizer_);
+    return result;
+  } catch (...) {
+    scaler_.discard(optimizer_);
+    throw;
+  }
 }
 
 inline void Accumulation::discard() {
@@ -129,6 +215,8 @@ inline void Accumulation::clear() {
   window_->was_used = false;
   stage_ = Stage::open;
   gradients_ = 0;
+  if (sum_) sum_->clear();
+  is_clear_ = true;
 }
 
 inline void Accumulation::check_whole(const char* call) const {
@@ -139,11 +227,15 @@ inline void Accumulation::check_whole(const char* call) const {
 
 inline void Accumulation::check_open() const {
   check_whole(terms_.backward);
-  TORCH_CHECK(stage_ == Stage::open, terms_.backward, ": the step with ", window_->pending, " of ",
-              micro_batches_,
+  TORCH_CHECK(stage_ == Stage::open && window_->pending < micro_batches_, terms_.backward,
+              ": the step with ", window_->pending, " of ", micro_batches_,
               " micro-batches has failed, so the window accepts no more. Call flush() to try the "
               "step again, or discard() to drop the window.");
-  TORCH_CHECK(!scaler_.is_unscaled(optimizer_) && !scaler_.is_stepped(optimizer_), terms_.backward,
+  check_scaled(terms_.backward);
+}
+
+inline void Accumulation::check_scaled(const char* call) const {
+  TORCH_CHECK(!scaler_.is_unscaled(optimizer_) && !scaler_.is_stepped(optimizer_), call,
               ": the gradients of this optimizer have been unscaled or stepped with in this "
               "iteration; scaled ones cannot be added to them. Leave unscale_, step and update "
               "to ",
@@ -172,33 +264,25 @@ inline void Accumulation::check_window(const char* call) const {
 /// Whether the gradients of an open window are as the last backward() has left them, or masters
 /// have taken them since.
 inline bool Accumulation::is_as_left() const {
-  return taken_ != detail::gradients_moved() ||
-         (versions_ == detail::versions_of_gradients(optimizer_) &&
-          !detail::PlainClips::any_since(added_at_, optimizer_));
+  return taken_ != detail::gradients_moved() || snapshot_.is_same(detail::walk_window(optimizer_));
 }
 
 inline Accumulation::Look Accumulation::look() const {
   if (window_->pending == 0) return {};
-  Look look{true,
-            is_as_left(),
-            detail::versions_of_gradients(optimizer_),
-            detail::PlainClips::tick(),
-            {}};
-  detail::for_each_gradient(
-      optimizer_, [&look](const at::Tensor& gradient) { look.gradients.emplace_back(gradient); });
-  return look;
+  return {true, is_as_left(), detail::ScalerParts::ledger(scaler_).use.times_scaled(),
+          detail::Snapshot(detail::walk_window(optimizer_))};
 }
 
 inline bool Accumulation::has_changed(const Look& before) const {
-  return before.is_open && before.versions != detail::versions_of_gradients(optimizer_);
+  return before.is_open && !before.gradients.is_same(detail::walk_window(optimizer_));
 }
 
 inline void Accumulation::accept_scaled(const Look& before) {
-  const detail::StepOrder& order = detail::ScalerParts::ledger(scaler_).order;
-  const bool may_be_scaled = order.was_scaled_since(before.time) || order.was_asked();
+  const detail::ScaleUse& use = detail::ScalerParts::ledger(scaler_).use;
+  const bool may_be_scaled = use.times_scaled() > before.times_scaled || use.was_read();
   if (!before.is_as_left || !may_be_scaled || !has_changed(before)) return;
   // Where some are gone, as by zero_grad(), check_window() or warn_of_writes() tells of it.
-  const bool any_gone = std::ranges::any_of(before.gradients, &detail::WeakTensor::is_gone);
+  const bool any_gone = std::ranges::any_of(before.gradients, &detail::TensorSnapshot::is_gone);
   if (!any_gone && detail::count_gradients(optimizer_) >= gradients_) note_gradients();
 }
 
@@ -210,6 +294,15 @@ inline void Accumulation::warn_of_writes() {
              "zero_grad(false) or a backward() beside ",
              terms_.owner, ". Leave it out: ", terms_.owner, " clears gradients after its step. ",
              terms_.change, " This warning is given once.");
+}
+
+inline void Accumulation::warn_of_others(const char* call) {
+  if (!is_clear_ || warned_ || !detail::any_gradient(optimizer_)) return;
+  warned_ = true;
+  TORCH_WARN(call, ": the parameters have gradients that do not come from backward() of ",
+             terms_.owner,
+             "; they are dropped. Call accumulation.backward(loss) for every loss. "
+             "(To drop gradients on purpose, call zero_grad().) This warning is given once.");
 }
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -40,15 +40,14 @@ class GradientSum {
     for (std::size_t slot = 0; slot < parameters.size(); ++slot) {
       const at::Tensor& gradient = gradient_of(parameters[slot]);
       if (!gradient.defined()) continue;
-      TORCH_CHECK_VALUE(gradient.layout() == at::kStrided,
-                        "SafeAccumulation::backward: the gradient ", gradient.sizes(),
-                        " has the layout ", gradient.layout(),
-                        ". Only dense gradients are summed; use Accumulation.");
+      TORCH_CHECK_VALUE(gradient.layout() == at::kStrided, "Accumulation::backward: the gradient ",
+                        gradient.sizes(), " has the layout ", gradient.layout(),
+                        ". Only dense gradients can be summed apart; leave .drop_bad out.");
       if (!has_sum(slot)) continue;
       const at::Tensor& sum = sums_[slot];
       TORCH_CHECK_VALUE(gradient.sizes() == sum.sizes() && gradient.device() == sum.device() &&
                             gradient.is_complex() == sum.is_complex(),
-                        "SafeAccumulation::backward: the gradient ", gradient.scalar_type(), ' ',
+                        "Accumulation::backward: the gradient ", gradient.scalar_type(), ' ',
                         gradient.sizes(), " on ", gradient.device(), " of parameter ", slot,
                         " cannot be added to those of the window, ", sum.scalar_type(), ' ',
                         sum.sizes(), " on ", sum.device(),
@@ -67,7 +66,7 @@ class GradientSum {
                parameters[slot].unsafeGetTensorImpl() == parameters_[slot] &&
                parameters[slot].sizes() == sums_[slot].sizes();
     }
-    TORCH_CHECK(found == summed, "SafeAccumulation::", call, ": ", summed - found,
+    TORCH_CHECK(found == summed, "Accumulation::", call, ": ", summed - found,
                 " parameter(s) of the optimizer were removed, moved or reshaped within the window. "
                 "Change them between windows, or call discard().");
   }
@@ -128,7 +127,7 @@ class GradientSum {
   /// sums. Returns 0-dim fp32, 1 if no set was added or the mean is not finite: finite gradients
   /// may add up to an inf. Undefined where no set came with a flag.
   at::Tensor give_mean_to(torch::optim::Optimizer& optimizer, const ReadOnce<double>& kept) const {
-    check_parameters(optimizer, "step");
+    check_parameters(optimizer, "flush");
     const InternalOps guard;
     std::vector<Batch> batches;
     for (std::size_t slot = 0; slot < sums_.size(); ++slot) {

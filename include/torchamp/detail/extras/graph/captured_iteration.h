@@ -26,7 +26,6 @@
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/detail/extras/graph/body_trace.h"
-#include "torchamp/detail/extras/graph/captured_scale.h"
 #include "torchamp/detail/extras/graph/graph_work.h"
 #include "torchamp/detail/extras/graph/iteration.h"
 #include "torchamp/detail/extras/graph/recorder.h"
@@ -94,7 +93,7 @@ class CapturedIteration {
 
   void forget_capture() {
     captured_ = false;
-    outputs_.clear();
+    outputs_ = {};
     outer_memory_.clear();
     before_ = after_ = GradientList();
     recorder_->reset();
@@ -159,7 +158,7 @@ class CapturedIteration {
   std::string refusal_;
   std::shared_ptr<const BodyTrace> warm_up_trace_;  // from the second warm-up on
   // Of the capture:
-  Tensors outputs_;
+  BodyResult outputs_;
   std::vector<std::pair<at::Tensor, WeakTensor>> gradients_;  // by parameter
   GradientList before_, after_;                               // of a micro-batch
   std::vector<WeakMemory> outer_memory_;
@@ -226,8 +225,7 @@ inline void CapturedIteration::replay() {
 }
 
 inline void CapturedIteration::call_body(bool in_capture) {
-  static const FollowsReplays follower;
-  GraphBody body(&follower);
+  GraphBody body;
   body.may_refuse = work_.when_possible && !in_capture;
   SeenModels seen(work_.models);
   for (torch::optim::Optimizer& optimizer : work_.optimizers) {
@@ -337,7 +335,7 @@ inline void CapturedIteration::capture(const CapturedCall& call) {
   // After a failure the device has executed nothing of the body: its gradients have no values, and
   // its step was not made, which only the device knows.
   auto forget = c10::make_scope_exit([&] {
-    work_.outputs.clear();
+    work_.outputs = {};
     for_each_new_gradient(
         [](const at::Tensor& parameter, const at::Tensor&) { parameter.mutable_grad().reset(); });
     for (torch::optim::Optimizer& optimizer : work_.optimizers) {

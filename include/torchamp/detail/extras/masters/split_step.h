@@ -9,6 +9,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <utility>
+#include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/optim/kernels.h"
@@ -74,18 +75,30 @@ class SplitStep final : public StepMethod {
     const at::Tensor masters = part_of(list.buffer, 0, most);
     SplitRuns runs(list.device);
     StepList chunk_list = empty_chunk(list);
+    std::vector<at::Tensor> shapes;  // of whole weights
     int64_t room = most;
     const auto add = [&](std::size_t i, int64_t begin, int64_t size) {
       const auto part = [&](const at::Tensor& tensor) { return part_of(tensor, begin, size); };
+      const auto whole = [](const at::Tensor& tensor) { return tensor; };
       runs.add(part(list.params[i]), part(split_of(list.params[i])->low));
-      chunk_list.add_beside_param(list, i, part);
+      if (list.takes_parts) {
+        chunk_list.add_beside_param(list, i, part);
+      } else {
+        shapes.push_back(list.params[i]);
+        chunk_list.add_beside_param(list, i, whole);
+      }
       room -= size;
     };
     const auto step_chunk = [&] {
       if (room == most) return;
       chunk_list.params = runs.join(masters);
+      for (std::size_t i = 0; i < shapes.size(); ++i) {
+        at::Tensor& master = chunk_list.params[i];
+        master = master.as_strided(shapes[i].sizes(), shapes[i].strides(), master.storage_offset());
+      }
       kernel(chunk_list, *list.scalars);
-      runs.split(masters, SplitNaNs::usual, list.scalars->found_inf());
+      shapes.clear();
+      runs.split(masters);
       runs = SplitRuns(list.device);
       chunk_list = empty_chunk(list);
       room = most;

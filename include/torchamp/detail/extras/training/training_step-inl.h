@@ -64,7 +64,7 @@ inline void TrainingStep::check_optimizer() const {
   TORCH_CHECK_VALUE(optimizer_, "TrainingStep: the factory has made no optimizer.");
   TORCH_CHECK_VALUE(dynamic_cast<const torch::optim::LBFGS*>(optimizer_.get()) == nullptr,
                     "TrainingStep: LBFGS evaluates the loss many times in a step. Call "
-                    "GradScaler::step(optimizer, closure) of torchamp/closure_step.h.");
+                    "step(scaler, optimizer, closure) of torchamp/closure_step.h.");
   if (masters_) return;
   const auto has = [this](at::ScalarType dtype) {
     return detail::any_parameter(*optimizer_, [dtype](const at::Tensor& parameter) {
@@ -154,10 +154,12 @@ inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOpt
         "TrainingStep: iterations go on eagerly, with the same results: gradients are averaged on "
         "streams that a graph cannot hold. Leave out .capture or .group.");
   } else if (options.capture.make) {
-    capture_ = options.capture.make(*optimizer_, model_, [this](const Tensors& inputs) -> Tensors {
+    capture_ = options.capture.make(*optimizer_, model_, [this](const Tensors& inputs) {
       has_run_body_ = true;
-      const TrainingResult made = iterate([&] { return (*function_)(inputs); });
-      return {made.loss_, made.found_inf(), made.scale_, made.norm_};
+      detail::BodyResult made;
+      made.of_step =
+          std::make_shared<const TrainingResult>(iterate([&] { return (*function_)(inputs); }));
+      return made;
     });
   }
   if (options.log.make) log_ = options.log.make();
@@ -199,7 +201,7 @@ inline void TrainingStep::check_not_used() const {
 }
 
 /// Tells of a backward() in the function. (zero_grad(false) after it leaves a later version.)
-inline void TrainingStep::check_no_backward(const detail::StepOrder& order) {
+inline void TrainingStep::check_no_backward(const detail::ScaleUse& use) {
   const auto has_new_gradient = [](const at::Tensor& tensor) {
     const at::Tensor& gradient = tensor.unsafeGetTensorImpl()->grad();
     return gradient.defined() && detail::version_of(gradient) == 0;
@@ -208,7 +210,7 @@ inline void TrainingStep::check_no_backward(const detail::StepOrder& order) {
     return has_new_gradient(parameter) ||
            (masters_ && has_new_gradient(detail::narrow_of(parameter)));
   };
-  if (!scaler_->is_enabled() || order.was_scaled() || order.was_asked() ||
+  if (!scaler_->is_enabled() || use.was_scaled() || use.was_read() ||
       !detail::any_parameter(*optimizer_, was_reached)) {
     return;
   }
@@ -243,15 +245,14 @@ inline void TrainingStep::check_loss(const at::Tensor& loss) const {
                     ": return its mean() or sum().");
   TORCH_CHECK_VALUE(loss.requires_grad(), text, "It returned a tensor that requires no gradient.");
   const detail::StepLedger& ledger = detail::ScalerParts::ledger(*scaler_);
-  ledger.scaled.check_not_in(loss, "TrainingStep");
-  detail::check_not_scaled_within(loss, "TrainingStep", ledger.scaled, ledger.order);
+  detail::check_not_scaled(loss, "TrainingStep", ledger);
 }
 
 inline TrainingResult TrainingStep::learn(at::Tensor loss) {
   std::optional<StepResult> step;
   try {
     if (!accumulation_) check_not_used();
-    if (pending() == 0) check_no_backward(detail::ScalerParts::ledger(*scaler_).order);
+    if (pending() == 0) check_no_backward(detail::ScalerParts::ledger(*scaler_).use);
     if (accumulation_) {
       step = accumulation_->backward(loss);
     } else {
@@ -282,11 +283,9 @@ inline TrainingResult TrainingStep::replay(
                             .steps = pending() + 1 == micro_batches_};
   if (accumulation_) call.undo = accumulation_->bookmark();
   has_run_body_ = false;
-  const Tensors& made = capture_.run(inputs, call);
+  const detail::BodyResult& made = capture_.run(inputs, call);
   if (accumulation_ && !has_run_body_) accumulation_->note_replayed_backward();
-  TrainingResult result = TrainingResult::of_replay(made[0], made[3], made[2], made[1]);
-  result.ended_window_ = call.steps;
-  return result;
+  return static_cast<const TrainingResult*>(made.of_step.get())->with_own_answers();
 }
 
 inline void TrainingStep::check_inputs_may_be_left_out() {
@@ -302,8 +301,8 @@ inline void TrainingStep::check_inputs_may_be_left_out() {
 inline TrainingResult TrainingStep::count(TrainingResult result) {
   if (!result.ended_window()) return result;
   ++steps_;
-  if (log_) log_->add(steps_, result);
   if (scheduler_ && result.stepped()) scheduler_->step();
+  if (log_) log_->add(steps_, result);
   return result;
 }
 

@@ -1,0 +1,39 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+#include <torch/optim/optimizer.h>
+#include <torch/optim/serialize.h>
+#include <torch/serialize/archive.h>
+
+#include <memory>
+#include <vector>
+
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+/// Stands for an optimizer that LibTorch lacks: checks its options, by their check(), and reads and
+/// writes archives as LibTorch's optimizers do. It does not step.
+template <class Options, class State>
+class StoredOptimizer final : public torch::optim::Optimizer {
+ public:
+  StoredOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
+                  const Options& defaults)
+      : Optimizer(groups, std::make_unique<Options>(defaults)) {
+    defaults.check();
+  }
+
+  at::Tensor step(LossClosure /*closure*/ = nullptr) override {
+    TORCH_INTERNAL_ASSERT(false, "StoredOptimizer does not step");
+  }
+  void save(torch::serialize::OutputArchive& archive) const override {
+    torch::optim::serialize<State, Options>(archive, *this);
+  }
+  void load(torch::serialize::InputArchive& archive) override {
+    torch::optim::serialize<State, Options>(archive, *this);
+  }
+};
+
+}  // namespace torchamp::detail
