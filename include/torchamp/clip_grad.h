@@ -25,7 +25,7 @@
 #include "torchamp/version.h"
 
 /// @file
-/// @brief clip_grad_norm_ and clip_grad_value_, also for scaled gradients.
+/// @brief Core. clip_grad_norm_ and clip_grad_value_, also for scaled gradients.
 ///
 /// Clips gradients like torch.nn.utils.clip_grad_norm_ and clip_grad_value_. None of these
 /// functions synchronises, and the number of kernels, apart from those within ATen's own, does

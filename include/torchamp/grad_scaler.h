@@ -2,8 +2,8 @@
 #pragma once
 
 /// @file
-/// @brief GradScaler: scales the loss, skips bad steps, adapts the scale. StepResult: what came of
-/// a step.
+/// @brief Core. GradScaler: scales the loss, skips bad steps, adapts the scale. StepResult: what
+/// came of a step.
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -246,6 +246,10 @@ struct ScalerParts {
   static const StepLedger& ledger(const GradScaler& scaler) { return scaler.ledger_; }
   static StepResult result(std::shared_ptr<StepRecord> record) {
     return StepResult(std::move(record));
+  }
+  /// A copy of a result that does not share the answers.
+  static StepResult with_own_answers(const StepResult& of) {
+    return result(std::make_shared<StepRecord>(*of.record_));
   }
   /// What a disabled scaler's step returns.
   static StepResult unscaled_result(at::Tensor value) {

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief overflow_report: which gradients and buffers hold infs and NaNs, and how many.
+/// @brief Extra. overflow_report: which gradients and buffers hold infs and NaNs, and how many.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/stack.h>

@@ -40,8 +40,7 @@ void load(GradScaler& scaler, const std::string& bytes) {
   torch::load(scaler, in);
 }
 
-const GradScalerOptions kOptions{
-    .init_scale = 512., .growth_interval = 5, .hysteresis = 3, .overflow_tolerance = 0.25};
+const GradScalerOptions kOptions{.init_scale = 512., .growth_interval = 5, .hysteresis = 3};
 
 }  // namespace
 
@@ -50,8 +49,7 @@ TEST(GradScalerArchive, RestoresAllThatTheUpdateRemembers) {
     GradScaler first(kOptions);
     for (int i = 0; i < good; ++i) iterate_with(first, i == 2);
     iterate_with(first, true);
-    GradScaler second(
-        {.init_scale = 8., .growth_factor = 3., .hysteresis = 3, .overflow_tolerance = 0.25});
+    GradScaler second({.init_scale = 8., .growth_factor = 3., .hysteresis = 3});
     load(second, saved(first));
     EXPECT_EQ(second.state_dict(), first.state_dict());
     EXPECT_EQ(second.skips_in_a_row(), first.skips_in_a_row());

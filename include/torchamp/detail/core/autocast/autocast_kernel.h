@@ -2,7 +2,10 @@
 // torchamp's kernels under the autocast keys, and which of them a policy needs.
 #pragma once
 
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/core/operator_name.h>
 #include <ATen/core/stack.h>
 #include <c10/core/DeviceType.h>
@@ -15,8 +18,11 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string_view>
 #include <utility>
+#include <vector>
 
+#include "torchamp/cast_cache.h"
 #include "torchamp/detail/core/autocast/cast_arguments.h"
 #include "torchamp/detail/core/autocast/op_warnings.h"
 #include "torchamp/detail/core/base/devices.h"
@@ -25,36 +31,11 @@
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
+#include "torchamp/detail/core/runtime/native_kernel.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/ops.h"
 
-#if TORCHAMP_LIBTORCH < 209
-/// Gives an op's kernel, which LibTorch has no public function for before 2.9. An OperatorHandle
-/// befriends all classes of this template, so this one, which LibTorch itself never names, may read
-/// its private operatorDef_. To go with the support of 2.8.
-template <>
-class c10::TypedOperatorHandle<struct TorchampKernelLookup> {
- public:
-  static const KernelFunction& kernel(const OperatorHandle& op, DispatchKey key) {
-    return op.operatorDef_->op.lookup(DispatchKeySet(key));
-  }
-};
-#endif
-
 namespace torchamp::detail {
-
-/// An op's kernel, to be called by callBoxed().
-#if TORCHAMP_LIBTORCH >= 209
-using NativeKernel = c10::SafeKernelFunction;
-inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
-  return op.getComputedKernelForDispatchKey(key);
-}
-#else
-using NativeKernel = c10::KernelFunction;
-inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
-  return c10::TypedOperatorHandle<TorchampKernelLookup>::kernel(op, key);
-}
-#endif
 
 /// The op's kernel under the device's autocast key, if it has one: LibTorch's, as long as
 /// torchamp's is not registered, afterwards torchamp's.
@@ -87,6 +68,44 @@ inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device
 // dispatcher, and so the policy, still sees every op; torchamp's kernels make these casts no-ops
 // wherever a guard is in force on the thread. Scripts then follow the policy exactly as C++ does,
 // whichever state they were first run in, while other threads keep the JIT's casts.
+//
+// Note [Writes in a region]
+// LibTorch's cache returns a weight's cast also after a write to the weight. So in a region the
+// kernels of the ops in weight_writing_ops drop the cached casts after a write to what may be a
+// weight: the version counter cannot tell, because SGD writes through `.data()`, which has a
+// counter of its own. Most other tensors that are written to are results of ops or own their memory
+// alone (activations, gradients, optimizer states); for these nothing is dropped.
+
+/// Drops the casts of the tensors that a call writes to after the call, whatever it throws.
+class DropCastsOfWritten {
+ public:
+  /// `written`: an argument of the call, a tensor or a list.
+  explicit DropCastsOfWritten(const c10::IValue& written) {
+    for_each_tensor_of(written, [this](const at::Tensor& tensor) {
+      if (!may_be_weight(tensor)) return;
+      is_fp32_ = is_fp32_ || tensor.scalar_type() == at::kFloat;
+      const bool is_counted = tensor.requires_grad() || tensor.is_view() || tensor.is_inference();
+      if (!is_counted) uncounted_.push_back(tensor);
+    });
+  }
+  DropCastsOfWritten(const DropCastsOfWritten&) = delete;
+  DropCastsOfWritten& operator=(const DropCastsOfWritten&) = delete;
+  ~DropCastsOfWritten() {
+    if (is_fp32_) at::autocast::clear_cache();
+    if (!uncounted_.empty()) weights_changed(uncounted_);
+  }
+
+ private:
+  /// Whether it may be a weight, a view of one or its `.data()`.
+  static bool may_be_weight(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.is_floating_point() || !tensor.is_leaf()) return false;
+    return tensor.requires_grad() || (tensor.has_storage() && tensor.storage().use_count() > 1);
+  }
+
+  bool is_fp32_ = false;               // LibTorch's cache holds no others
+  std::vector<at::Tensor> uncounted_;  // `.data()`; torchamp's cache notices counted writes itself
+};
+
 class AutocastKernel final : public c10::OperatorKernel {
  public:
   /// `native`: LibTorch's kernel, which this one is to replace, if there is one.
@@ -100,6 +119,7 @@ class AutocastKernel final : public c10::OperatorKernel {
         after_(c10::DispatchKeySet::FULL_AFTER, key_),
         argument_count_(op.schema().arguments().size()),
         adds_gradients_(adds_gradients(op.operator_name())),
+        writes_weights_(contains(weight_writing, op.operator_name())),
         is_script_cast_(op.operator_name().name.starts_with("aten::_autocast_to_")) {}
   ~AutocastKernel() override { delete facts_.load(std::memory_order_relaxed); }
 
@@ -108,6 +128,8 @@ class AutocastKernel final : public c10::OperatorKernel {
     // Without a policy LibTorch alone decides, also of the JIT's casts.
     const ThreadPolicy* const of_thread = thread_policy();
     if (!follows_policy(of_thread)) return call_native(op, keys, stack);
+    std::optional<DropCastsOfWritten> drop_casts;
+    if (writes_weights_) drop_casts.emplace((*stack)[stack->size() - argument_count_]);
     // A policy decides at the ops themselves, so what the JIT has added does nothing.
     if (is_script_cast_) return keep_self(*stack);
     // Asked once a call: conditions of a rule run the program's code.
@@ -210,12 +232,26 @@ class AutocastKernel final : public c10::OperatorKernel {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     WrittenCopies written;
     std::optional<NoWarning> no_warning;
-    if (how.cast != Cast::unchanged) {
+    std::optional<at::ScalarType> result_dtype;
+    if (how.cast != Cast::unchanged || how.where == Where::backward_sums) {
       written = cast_arguments(how, facts, op, *stack);  // throws if they are not of this op
       if (facts->is_recurrent_layer) no_warning.emplace(scattered_weights);
+      if (how.where == Where::backward_sums) {
+        result_dtype = facts->cast_arguments.widen_for_backward(device_, *stack);
+      }
     }
     op.redispatchBoxed(keys & after_, stack);
+    if (result_dtype) cast_results(*result_dtype, op, *stack);
     if (!written.empty()) copy_back(written);
+  }
+
+  static void cast_results(at::ScalarType dtype, const c10::OperatorHandle& op,
+                           torch::jit::Stack& stack) {
+    for (std::size_t i = stack.size() - op.schema().returns().size(); i < stack.size(); ++i) {
+      c10::IValue& result = stack[i];
+      const bool is_wide = result.isTensor() && result.toTensor().scalar_type() == at::kFloat;
+      if (is_wide) result = result.toTensor().to(dtype);
+    }
   }
 
   WrittenCopies cast_arguments(const CallCast& how, const Facts* facts,
@@ -230,7 +266,9 @@ class AutocastKernel final : public c10::OperatorKernel {
     }
     const CastArguments& cast = facts->cast_arguments;
     if (how.where == Where::call_is_refused && !cast.is_refused(stack)) return {};
-    return cast(how.cast, device_, how.weight_casts, op.schema(), stack);
+    const bool only_writes = how.where == Where::call_sums && !cast.sums(stack);
+    return cast(only_writes ? Cast::promote : how.cast, device_, how.weight_casts, op.schema(),
+                stack);
   }
 
   std::optional<NativeKernel> native_;  // LibTorch's, which it replaces, if there is one
@@ -241,6 +279,7 @@ class AutocastKernel final : public c10::OperatorKernel {
   c10::DispatchKeySet after_;
   std::size_t argument_count_;
   bool adds_gradients_;
+  bool writes_weights_;  // see Note [Writes in a region]
   bool is_script_cast_;  // whether the JIT casts by this op
   mutable std::atomic<const Facts*> facts_ = nullptr;
 };
@@ -282,6 +321,11 @@ inline void PolicyData::compile(std::size_t device_index) const {
        {"aten::_autocast_to_reduced_precision", "aten::_autocast_to_full_precision"}) {
     const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
     if (op) (void)register_kernel(*op, device);
+  }
+  for (const std::string_view name : weight_writing_ops) {
+    for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
+      (void)register_kernel(op, device);
+    }
   }
   KernelRules rules_of_device;
   for_each_candidate(*this, [&](const TabledOp& tabled) {

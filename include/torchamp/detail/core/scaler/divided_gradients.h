@@ -82,7 +82,7 @@ class DividedGradients {
     owner.parts.assign(owner.gradients.size(), Part::divided);
     owner.any_changed = false;
   }
-  TORCHAMP_RARE void forget(const torch::optim::Optimizer& optimizer) {
+  void forget(const torch::optim::Optimizer& optimizer) {
     std::erase_if(owners_, [&](const Owner& owner) { return owner.optimizer.is(optimizer); });
   }
   /// Keeps the lists' memory for the next iteration.
@@ -125,8 +125,8 @@ class DividedGradients {
 
   /// Throws if `optimizer`, whose gradients are about to be divided, has one that is divided for
   /// another optimizer, or mixed. `writes_count`: what was written to since is no longer divided.
-  TORCHAMP_RARE void check_divided_once(const torch::optim::Optimizer& optimizer, const char* call,
-                                        bool writes_count) const {
+  void check_divided_once(const torch::optim::Optimizer& optimizer, const char* call,
+                          bool writes_count) const {
     const auto is_other = [&](const Owner& owner) { return !owner.optimizer.is(optimizer); };
     if (std::none_of(owners_.begin(), owners_.end(), is_other)) return;
     std::unordered_map<const c10::TensorImpl*, std::size_t> places;

@@ -86,7 +86,8 @@ inline void read_own_numbers(torch::serialize::InputArchive& archive, const Grad
   c10::IValue list, checksum, number;
   const bool has_list = archive.try_read("torchamp_numbers", list);
   TORCHAMP_CHECK(!has_list || list.isString(), damaged);
-  // The numbers of archives without a list. A program may have written less.
+  // The numbers of archives without a list, of which this version uses some. A program may have
+  // written less.
   std::istringstream names(has_list ? list.toStringRef()
                                     : "torchamp_credit torchamp_since_change torchamp_overflows "
                                       "torchamp_skips_in_a_row");
@@ -97,15 +98,17 @@ inline void read_own_numbers(torch::serialize::InputArchive& archive, const Grad
         std::find_if(rows.begin(), rows.end(), [&](const auto& one) { return one.name == name; });
     const bool is_held = archive.try_read(name, number);
     TORCHAMP_CHECK(!has_list || is_held, damaged);
-    TORCHAMP_CHECK(row != rows.end(),
+    TORCHAMP_CHECK(row != rows.end() || !has_list,
                    "GradScaler::load: the archive was saved by a later version of torchamp, whose "
                    "GradScaler also remembers \"",
                    name,
                    "\". Load it with that version, or continue with a new "
                    "GradScaler({.init_scale = ",
                    state.scale, "}), which has the archive's scale.");
-    if (is_held) rest.*row->number = read_count(archive, name);
-    numbers.push_back(rest.*row->number);
+    double count = row == rows.end() ? 0. : rest.*row->number;
+    if (is_held) count = read_count(archive, name);
+    if (row != rows.end()) rest.*row->number = count;
+    numbers.push_back(count);
   }
   TORCHAMP_CHECK(!archive.try_read("torchamp_checksum", checksum) ||
                      (checksum.isInt() && checksum.toInt() == checksum_of(state, numbers)),

@@ -16,10 +16,8 @@ template <class Number>
 struct ScaleMemory {
   Number scale;
   Number growth_tracker;
-  Number credit;        ///< bad iterations that are still forgiven, plus one
-  Number since_change;  ///< iterations since the scale last changed
-  Number overflows;     ///< bad ones since it was last lowered
-  Number skips;         ///< bad ones in a row
+  Number credit;  ///< bad iterations that are still forgiven, plus one
+  Number skips;   ///< bad iterations in a row
 };
 
 /// All that is to be known of a number in ScaleMemory.
@@ -55,12 +53,6 @@ inline constexpr ScaleMemoryRow<Number> scale_memory_rows[] = {
     {"torchamp_credit", ScaleMemoryRow<Number>::Kind::count, &ScaleMemory<Number>::credit,
      [](const GradScalerOptions& options) { return static_cast<double>(options.hysteresis); },
      [](const GradScalerOptions& options) { return options.hysteresis != 1; }},
-    {"torchamp_since_change", ScaleMemoryRow<Number>::Kind::count,
-     &ScaleMemory<Number>::since_change, [](const GradScalerOptions& /*options*/) { return 0.; },
-     [](const GradScalerOptions& options) { return options.overflow_tolerance != 0.; }},
-    {"torchamp_overflows", ScaleMemoryRow<Number>::Kind::count, &ScaleMemory<Number>::overflows,
-     [](const GradScalerOptions& /*options*/) { return 0.; },
-     [](const GradScalerOptions& options) { return options.overflow_tolerance != 0.; }},
     {"torchamp_skips_in_a_row", ScaleMemoryRow<Number>::Kind::count, &ScaleMemory<Number>::skips,
      [](const GradScalerOptions& /*options*/) { return 0.; },
      [](const GradScalerOptions& /*options*/) { return false; }},

@@ -72,20 +72,11 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
   if (!options.dynamic) return after;
 
   const auto full_credit = static_cast<double>(options.hysteresis);
-  const bool good_refills = options.hysteresis_refill != HysteresisRefill::growth;
   after.growth_tracker =
       choose(bad, static_cast<double>(options.growth_tracker_start), before.growth_tracker + 1.);
-  const Number spent = clamp(before.credit - 1., 0., full_credit);
-  if (good_refills) {
-    after.credit = choose(bad, spent, full_credit);
-  } else {
-    after.credit = choose(bad, spent, before.credit);
-  }
-  after.since_change = before.since_change + 1.;
-  after.overflows = choose(bad, before.overflows + 1., before.overflows);
+  after.credit = choose(bad, clamp(before.credit - 1., 0., full_credit), before.credit);
 
-  const Bool lowers = bad & (after.credit <= 0.) &
-                      (after.overflows / after.since_change >= options.overflow_tolerance);
+  const Bool lowers = bad & (after.credit <= 0.);
   // The tracker was below the interval (set_growth_interval() and restore() see to that), and
   // starts at 0 or less, so a bad iteration does not grow.
   const Bool grows = after.growth_tracker == static_cast<double>(options.growth_interval);
@@ -96,12 +87,7 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
       choose(isfinite(raised), clamp(raised, options.min_scale, options.max_scale), before.scale);
   after.scale = choose(lowers, lowered, choose(grows, kept, before.scale));
   after.growth_tracker = choose(grows, 0., after.growth_tracker);
-  after.since_change = choose(lowers | grows, 0., after.since_change);
-  after.overflows = choose(lowers, 0., after.overflows);
-  after.credit = choose(grows, full_credit, after.credit);  // growth refills in any case
-  if (options.hysteresis_refill == HysteresisRefill::good_or_backed_off) {
-    after.credit = choose(lowers, full_credit, after.credit);
-  }
+  after.credit = choose(grows, full_credit, after.credit);
   return after;
 }
 

@@ -72,7 +72,7 @@ inline void expect_replays(torch::optim::Optimizer& optimizer, LossScale& scale)
   if (GraphBody::is_running() || (captured && captured->may_be_captured())) scale.expect_replays();
 }
 
-TORCHAMP_COLD OptimizerState unscale_gradients(torch::optim::Optimizer& optimizer, LossScale& scale,
+TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimizer, LossScale& scale,
                                                const char* call) {
   const InternalOps guard;
   expect_replays(optimizer, scale);

@@ -21,6 +21,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/clip_calls.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
+#include "torchamp/detail/extras/shared/master_gradients.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/version.h"
 
@@ -28,9 +29,10 @@ namespace TORCHAMP_NAMESPACE {
 
 inline Accumulation::~Accumulation() {
   if (!window_ || window_->pending == 0) return;
-  detail::warn("Accumulation: destroyed with ", window_->pending, " of ", micro_batches_,
-               " micro-batches pending", sum_ ? "" : "; later gradients will be added to theirs",
-               ". First call flush() to step with them, or discard() to drop them.");
+  detail::warn_in_destructor(
+      {"Accumulation: destroyed with ", window_->pending, " of ", micro_batches_,
+       " micro-batches pending", sum_ ? "" : "; later gradients will be added to theirs",
+       ". First call flush() to step with them, or discard() to drop them."});
 }
 
 inline std::optional<AccumulationResult> Accumulation::backward(const at::Tensor& loss) {
@@ -59,6 +61,13 @@ inline void Accumulation::add_in_place(const at::Tensor& scaled) {
   }
   stage_ = Stage::adding;
   scaled.backward();
+  // Later gradients are added in fp32, too. Gradients that a reducer has not averaged stay in the
+  // model, where it finds them.
+  const bool is_last = window_->pending + 1 == micro_batches_;
+  if (!is_last && !(detail::any_has_left_local &&
+                    detail::any_parameter(optimizer_, detail::has_local_gradient))) {
+    detail::take_model_gradients(optimizer_);
+  }
   stage_ = Stage::open;
   note_gradients();
   ++window_->pending;
@@ -115,14 +124,14 @@ inline void Accumulation::note_replayed_backward() {
 }
 
 inline std::function<void()> Accumulation::bookmark() {
-  return [this, window = *window_, stage = stage_, version = version_, gradients = gradients_,
-          snapshot = snapshot_, taken = taken_] {
+  return [this, window = *window_, stage = stage_, gradients = gradients_,
+          has_scale = version_ == version_of_scale(), is_unchanged = is_as_left()] {
     *window_ = window;
     stage_ = stage;
-    version_ = version;
     gradients_ = gradients;
-    snapshot_ = snapshot;
-    taken_ = taken;
+    // LibTorch has counted writes to the scale and the gradients that the device has not executed.
+    if (has_scale) version_ = version_of_scale();
+    if (is_unchanged) note_gradients();
   };
 }
 
