@@ -63,7 +63,7 @@ inline void warn(Pieces pieces) {
 }
 
 /// Warns out of a destructor, and drops what the program's warning handler throws.
-TORCHAMP_RARE inline void warn_in_destructor(Pieces pieces) noexcept {
+inline void warn_in_destructor(Pieces pieces) noexcept {
   try {
     warn(pieces);
   } catch (...) {

@@ -98,10 +98,10 @@ struct DeviceAutocastState {
 
 // Note [Weights that are kept]
 // LibTorch caches casts of weights for a region. Other caches are extras: casts (weight_cache.h)
-// and other forms of weights are in a store of the process (detail/extras/weights/derived.h), to
-// which the core reports events as KeptWeights, and writes of its own as Note [Weights that are
-// written] says. Who casts weights for a region is a WeightCasts. All are null without these
-// extras.
+// and other forms of weights are in a store of the process (detail/extras/weights/derived.h). The
+// core reports events to it as KeptWeights, and writes of its own: see
+// Note [Weights that are written]. Who casts weights for a region is a WeightCasts. All are null
+// without these extras.
 
 /// How long something that was made of a weight is kept.
 struct WeightKeep {
@@ -165,20 +165,20 @@ inline const WeightCasts* registered_weight_casts = nullptr;
 /// Whose kernels compute products of a 16-bit dtype on CPUs: see Note [Products on CPUs].
 enum class ProductKernels : std::uint8_t { undecided, libtorch, fp32 };
 
-/// What a CPU is slow in, or not, one by one. Matrices come first, and are decided last.
+/// The kinds of products, for each of which a CPU may be slow in 16 bits.
 enum class ProductFamily : std::uint8_t { matrices, convolutions, layers };
 inline constexpr std::size_t product_families = 3;
 
-/// One family of products, in one dtype.
+/// One family of products in one dtype.
 struct ProductState {
   std::atomic<ProductKernels> kernels = ProductKernels::undecided;
   std::optional<bool> is_slow;  // by LibTorch's kernels; unset: not measured
 };
 
-/// Guarded by the runtime's mutex, except for what is atomic.
+/// By family. The runtime's mutex guards all that is not atomic.
 struct CpuProductsState {
   std::array<ProductState, product_families> fp16, bf16;
-  std::optional<ProductKernels> choice;  // undecided: the faster kernels; unset: not asked for yet
+  std::optional<ProductKernels> choice;  // undecided: the faster; unset: the environment's, unread
   std::array<bool, product_families> are_registered{};
 
   /// fp16 or bf16.

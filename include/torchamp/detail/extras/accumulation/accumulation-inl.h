@@ -68,6 +68,7 @@ inline void Accumulation::add_in_place(const at::Tensor& scaled) {
                     detail::any_parameter(optimizer_, detail::has_local_gradient))) {
     detail::take_model_gradients(optimizer_);
   }
+  detail::separate_window_gradients(optimizer_);
   stage_ = Stage::open;
   note_gradients();
   ++window_->pending;

@@ -17,7 +17,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <optional>
 #include <type_traits>
 #include <vector>
 
@@ -240,7 +239,7 @@ class SplitRuns {
       uint16_t h[size], l[size];
       std::memcpy(bits, from + i, sizeof bits);
       for (int k = 0; k < size; ++k) {
-        const bool is_nan = (bits[k] & 0x7fffffffU) > 0x7f800000U;
+        const bool is_nan = static_cast<int32_t>(bits[k] & 0x7fffffffU) > 0x7f800000;
         const uint32_t mask = 0U - uint32_t{is_nan};
         const uint32_t kept = (bits[k] & ~(mask & 0x7fffffffU)) | (mask & 0x7fc00000U);
         h[k] = static_cast<uint16_t>((kept + 0x8000U) >> 16);
