@@ -121,7 +121,7 @@ class GradScaler {
   /// the scale lives: pass one on the parameters' device, since with a scale on the host and
   /// gradients elsewhere the check has to wait. An fp16 or bf16 scalar is returned in fp32, which
   /// can hold the product; other shapes keep their dtype. If the scale is fixed at 1
-  /// (skip_non_finite()), `outputs` is returned unchanged. Error: a tensor that this scaler has
+  /// (skip_non_finite()), `outputs` is returned unchanged. Error: a loss that this scaler has
   /// already scaled.
   at::Tensor scale(const at::Tensor& outputs);
 
