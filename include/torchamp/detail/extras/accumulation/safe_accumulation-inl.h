@@ -23,8 +23,8 @@ namespace TORCHAMP_NAMESPACE {
 
 inline SafeAccumulation::~SafeAccumulation() {
   if (!window_ || window_->pending == 0) return;
-  detail::warn("SafeAccumulation: destroyed with ", window_->pending,
-               " micro-batch(es) pending. Call flush() or discard() first.");
+  detail::warn_in_destructor({"SafeAccumulation: destroyed with ", window_->pending,
+                              " micro-batch(es) pending. Call flush() or discard() first."});
 }
 
 inline std::optional<SafeAccumulationResult> SafeAccumulation::backward(const at::Tensor& loss) {
