@@ -50,9 +50,9 @@ ModelEntry model_entry(std::string name, std::string title, std::array<std::int6
 
 inline const std::vector<ModelEntry>& all_models() {
   static const std::vector<ModelEntry> models{
-      model_entry<FeedForward>("feed_forward", "Feed-forward", {40, 10, 100}, "nothing"),
+      model_entry<FeedForward>("feed_forward", "Feed-forward", {40, 10, 50}, "nothing"),
       model_entry<UNet>("unet", "UNet", {4, 2, 8}, "5 to 30 %"),
-      model_entry<Bert>("bert", "BERT", {20, 2, 8}, "50 to 60 %"),
+      model_entry<Bert>("bert", "BERT", {20, 2, 16}, "50 to 60 %"),
       model_entry<GptWorkload>("gpt", "GPT", {10, 2, 16}),
       model_entry<Yolo>("yolo", "YOLO", {4, 2, 2}),  // of four batches each
       model_entry<Checkerboard>("checkerboard", "Checkerboard", {40, 4, 10}),

@@ -230,6 +230,8 @@ def serve(options):
     if options.threads > 0:
         torch.set_num_threads(options.threads)
     sizes = {name: int(value) for name, value in (item.split("=") for item in options.set)}
+    if options.casts == "tf32":
+        torch.set_float32_matmul_precision("high")
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
     fused = options.optimizer == "fused"
     # What the libraries load and set up on first use is not a model's memory.

@@ -46,6 +46,10 @@ class Workload {
   /// From now on backward computes the activations within layers again, which forward does not
   /// keep. False: this model cannot.
   virtual bool recompute() { return false; }
+
+  /// From now on linear layers are those of torch::nn::Linear, which adds the bias of an input with
+  /// three dimensions in an op. False: this model has no such layers.
+  virtual bool add_biases_apart() { return false; }
 };
 
 inline std::int64_t count_parameters(const torch::nn::Module& module) {

@@ -102,11 +102,7 @@ struct CudaGraphOptions {
 /// (torchamp's fused ones). Make the guard inside the body. Random numbers (dropout) continue from
 /// replay to replay.
 ///
-/// Threads: one call at a time, with the same current stream. Only the capture synchronises. A
-/// replay waits at most for much earlier replays, when the host is so far ahead that the scale
-/// could have fallen below 1 meanwhile: 16 replays at a scale of 65536. A step captured
-/// for a scale from 1 to 2^32 is captured again if the scale leaves that range, where more must be
-/// checked.
+/// Threads: one call at a time, with the same current stream. Only the capture synchronises.
 ///
 /// Memory: what the warm-ups create on the device (optimizer state, gradients, the scale) belongs
 /// to the graph's own stream. The caller's stream may use it after any call, but it must not be

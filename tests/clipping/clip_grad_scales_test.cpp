@@ -9,7 +9,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstddef>
-#include <utility>
+#include <limits>
 #include <vector>
 
 #include "simulated_device/facts.h"
@@ -26,6 +26,7 @@ using clipping::inf;
 
 /// The norm and the step of gradients that were scaled and clipped.
 struct ClippedStep {
+  bool stepped = false;
   Tensor norm;
   Params params;
 };
@@ -41,8 +42,9 @@ ClippedStep clipped_step(const std::vector<Tensor>& gradients, double scale, dou
   if (on_device) move_to_device(scaler);
   ClippedStep result;
   result.norm = torchamp::clip_grad_norm_(scaler, optimizer, max_norm, norm_type);
-  EXPECT_TRUE(scaler.step(optimizer).stepped());
+  result.stepped = scaler.step(optimizer).stepped();
   scaler.update();
+  EXPECT_EQ(scaler.get_scale() < scale, !result.stepped);
   result.params = params;
   return result;
 }
@@ -61,6 +63,11 @@ TEST_P(ClipGrad, ClipsAsThePlainOptimizerDoesWhateverTheScale) {
             clipped_step<torchamp::FusedSGD>(gradients, scale, max_norm, norm_type, dice(2) == 0);
         ASSERT_TRUE(std::isfinite(plain.norm.item<double>()));
         expect_close(fused.norm, plain.norm);
+        EXPECT_TRUE(plain.stepped);
+        // What a fused step divides by is an overflow where fp32 does not hold it.
+        const double divisor = scale * std::max(plain.norm.item<double>() / max_norm, 1.);
+        ASSERT_EQ(fused.stepped, divisor < std::numeric_limits<float>::max());
+        if (!fused.stepped) continue;
         EXPECT_EQ(fused.norm.scalar_type(), at::kFloat);
         const double larger = 1. / std::max(plain.params[0].abs().max().item<double>(), 1e-30);
         for (std::size_t i = 0; i < gradients.size(); ++i) {  // small steps are compared as well
@@ -68,36 +75,6 @@ TEST_P(ClipGrad, ClipsAsThePlainOptimizerDoesWhateverTheScale) {
         }
       }
     }
-  }
-}
-
-/// A clip that, times the scale, is more than fp32 holds.
-struct HugeClip {
-  double gradient, scale, max_norm, norm_type;
-
-  /// Whether an optimizer with it has stepped, and what it has made of a parameter of 0.
-  template <class Optimizer>
-  std::pair<bool, Tensor> step(const at::TensorOptions& options) const {
-    const Tensor direction = torch::tensor({3., -4., 0.}, options);
-    const Tensor parameter = torch::zeros_like(direction).requires_grad_();
-    Optimizer optimizer({parameter}, SGDOptions(max_norm == 0. ? 1. : 1. / max_norm));
-    torchamp::GradScaler scaler({.init_scale = scale});
-    scaler.scale((parameter * direction * gradient).sum()).backward();
-    (void)torchamp::clip_grad_norm_(scaler, optimizer, max_norm, norm_type);
-    return {scaler.step(optimizer).stepped(), parameter.detach()};
-  }
-};
-
-TEST(ClipGradOnTheHost, StepsAsThePlainOptimizerWhereTheDivisorIsTooLargeForFp32) {
-  for (const HugeClip& clip : {HugeClip{1e32, 1024., 1e-3, inf}, HugeClip{1e32, 1., 1e-7, inf},
-                               HugeClip{1e18, 0x1p31, 1e-12, 2.}, HugeClip{1e18, 0x1p31, 0., 2.}}) {
-    SCOPED_TRACE(c10::str(clip.gradient, ' ', clip.scale, ' ', clip.max_norm));
-    const auto [plain_stepped, plain] = clip.step<torch::optim::SGD>(at::kFloat);
-    const auto [stepped, fused] = clip.step<torchamp::FusedSGD>(at::kFloat);
-    EXPECT_TRUE(plain_stepped);
-    EXPECT_EQ(plain[0].item<float>() != 0.F, clip.max_norm != 0.);
-    EXPECT_TRUE(stepped);
-    expect_close(fused, plain);
   }
 }
 
@@ -132,7 +109,7 @@ TEST_P(ClipGrad, NeverStepsWithADivisorThatFp32CannotHold) {
         ASSERT_EQ(parameter.detach().abs().sum().item<float>(), 0.F);
       }
     }
-    EXPECT_EQ(skipped > 0, GetParam() != at::kCPU) << "on the host the product is no hindrance";
+    EXPECT_GT(skipped, 0);
     expect_close(parameter.detach(), torch::tensor({-0.75, 1., 0.}, options()));
   }
 }

@@ -328,7 +328,7 @@ TEST_P(WithGraphs, SkipsWhatOverflowsOnlyWhenDividedByAScaleThatReplaysHaveLower
       (*graph)({torch::full({4}, value, here())});
     }
     if (captures) {
-      EXPECT_EQ(calls, init_scale < 16. ? 2 : 3) << "with the look from the first capture on";
+      EXPECT_EQ(calls, 2) << "a warm-up and one capture";
     }
     return std::pair(weight.item<float>(), scaler.get_scale());
   };
@@ -339,7 +339,7 @@ TEST_P(WithGraphs, SkipsWhatOverflowsOnlyWhenDividedByAScaleThatReplaysHaveLower
   }
 }
 
-TEST_P(WithGraphs, FollowsScalesSetByHandToWhereTheStepMustDoMore) {
+TEST_P(WithGraphs, KeepsItsCaptureWhateverScaleIsSetByHand) {
   Training eager(GetParam()), captured(GetParam());
   const auto graph = graph_of(captured, {.warmup = 1});
   for (int i = 0; i < 18; ++i) {
@@ -352,7 +352,7 @@ TEST_P(WithGraphs, FollowsScalesSetByHandToWhereTheStepMustDoMore) {
     (*graph)(captured.batch(2));
     expect_equal_training(captured, eager);
   }
-  EXPECT_EQ(captured.calls, 4) << "captured, and anew for scales above 2^32 and below 1";
+  EXPECT_EQ(captured.calls, 2) << "a warm-up and one capture";
 }
 
 TEST_P(WithGraphs, IsNotCapturedAnewThoughTheHostRunsAheadOfTheDevice) {
@@ -375,7 +375,7 @@ TEST_P(WithGraphs, IsNotCapturedAnewThoughTheHostRunsAheadOfTheDevice) {
   for (int i = 0; i < 80; ++i) (*graph)({});
   EXPECT_EQ(calls, 2);
   if (GetParam() == at::kPrivateUse1) {
-    EXPECT_LE(counts.now().waits, 80 / 4) << "only so many replays behind";
+    EXPECT_LE(counts.now().waits, 1) << "of the capture";
   }
   EXPECT_EQ(scaler.get_scale(), 0x1p18);
   EXPECT_NEAR(weight.item<float>(), 1. - 80 * 0.0625, 1e-4);

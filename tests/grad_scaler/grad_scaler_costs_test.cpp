@@ -158,28 +158,22 @@ TEST_P(GradScalerCosts, TheUpdateOnTheDeviceNeverReads) {
   }
 }
 
-TEST_P(GradScalerCosts, ASecondLookIsTakenOnlyWhereTheScaleMayBeBelowOne) {
-  Training<IdleScaled> training(10, GetParam(), {.init_scale = 65536., .growth_interval = 1000000});
-  GradScaler& scaler = training.scaler;
-  move_to_device(scaler);
-  const auto looks = [&] {
-    const CallCounter counter;
-    scaler.step(training.optimizer);
-    scaler.update();
-    EXPECT_EQ(counter.reads(), 0);
-    EXPECT_LE(counter.called("aten::copy_"), 2) << "of the scale, and of the skips once in 32";
-    return counter.called("aten::_foreach_div_");
-  };
-  for (int i = 0; i < 100; ++i) {
-    EXPECT_EQ(looks(), 0) << "after " << i << " good steps";
-    // The host's bound follows copies that it does not wait for; here they are to be in time.
-    if (GetParam() != at::kCPU) c10::impl::VirtualGuardImpl(GetParam()).synchronizeDevice(0);
+TEST_P(GradScalerCosts, QuotientsAreCheckedOnADeviceIfMinScaleIsBelowOne) {
+  for (const double min_scale : {0x1p-126, 0.5, 1., 4.}) {
+    SCOPED_TRACE(min_scale);
+    Training<IdleScaled> training(10, GetParam(), {.min_scale = min_scale});
+    GradScaler& scaler = training.scaler;
+    move_to_device(scaler);
+    for (const double scale : {65536., 4.}) {
+      scaler.update(scale);
+      const CallCounter counter;
+      scaler.step(training.optimizer);
+      scaler.update();
+      EXPECT_EQ(counter.reads(), 0);
+      EXPECT_EQ(counter.called("aten::_foreach_div_"), min_scale < 1. ? 1 : 0);
+      EXPECT_EQ(counter.called("aten::_foreach_norm"), GetParam() != at::kCPU || min_scale < 1.);
+    }
   }
-  scaler.update(0.5);
-  EXPECT_EQ(looks(), 1);
-  EXPECT_EQ(looks(), 1);
-  scaler.update(4.);
-  EXPECT_EQ(looks(), 0);
 }
 
 TEST_P(GradScalerCosts, AskingAResultReadsOnceAtMostAndNotAskingNever) {

@@ -121,6 +121,7 @@ inline Plan make_plan(const Options& options) {
   plan.rounds = options.rounds;
   plan.at_once = options.at_once.value_or(cuda ? 6 : 0);  // below 70 GiB with the largest model
   plan.limit = static_cast<double>(options.limit);
+  plan.compile_limit = static_cast<double>(options.compile_limit);
   plan.threads = options.threads > 0 || cuda ? options.threads : torch::get_num_threads();
   choose_preset(plan, options.preset);
   plan.clock = options.clock;

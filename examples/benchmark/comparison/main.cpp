@@ -142,14 +142,14 @@ void write_all(const Plan& plan, const Circumstances& circumstances, const std::
 /// The models that are wanted, each for each batch, without contestants.
 std::deque<Race> make_races(const Options& options, const Plan& plan) {
   std::deque<Race> races;
+  std::vector<std::string> names = options.models;
   for (const ModelEntry& model : all_models()) {
-    const auto& wanted = options.models;
-    if (!wanted.empty() && std::find(wanted.begin(), wanted.end(), model.name) == wanted.end()) {
-      continue;
-    }
-    if (wanted.empty() && plan.predicts && !is_for_inference(model)) continue;
+    const bool is_default = plan.predicts ? is_for_inference(model) : !only_predicts(model);
+    if (options.models.empty() && is_default) names.push_back(model.name);
+  }
+  for (const std::string& name : names) {
+    const ModelEntry& model = find_model(name);
     if (!plan.predicts && only_predicts(model)) {
-      if (wanted.empty()) continue;
       throw support::UsageError("--models: '" + model.name + "' is for --task inference");
     }
     Race race{.model = &model,
@@ -199,13 +199,18 @@ int compare(const Options& options, const std::string& command) {
                     : "Python: " + plan.python)
             << "\n\n";
 
+  // After each model, because the next may never end.
   std::deque<Race> races;
+  const auto write = [&] {
+    std::cout << '\n';
+    write_all(plan, circumstances, races);
+  };
   for (Race& race : make_races(options, plan)) {
     races.push_back(std::move(race));
     run(plan, races.back());
-    std::cout << '\n';
-    write_all(plan, circumstances, races);  // after each, for the next may never end
+    write();
   }
+  if (plan.compiled) run_compiled(plan, races, write);
 
   bool all_right = true;
   for (const Race& race : races) {

@@ -68,6 +68,14 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const NamedParame
                                                                 torch::optim::SGDOptions(rate));
 }
 
+/// The optimizers of a way: `kind` is "stock" or "fused".
+inline std::vector<std::unique_ptr<torch::optim::Optimizer>> make_optimizers(
+    const NamedParameters& parameters, const Recipe& recipe, const std::string& kind) {
+  std::vector<std::unique_ptr<torch::optim::Optimizer>> optimizers;
+  optimizers.push_back(make_optimizer(parameters, recipe, kind != "stock"));
+  return optimizers;
+}
+
 /// The learning rates and the momentum of step `step` of a detector's warm-up: the rates rise from
 /// 0, that of the biases (the last group) falls from 0.1.
 inline void warm_up(torch::optim::Optimizer& optimizer, const Recipe& recipe, std::int64_t step) {

@@ -22,7 +22,7 @@ struct Options {
   support::DeviceOptions device;
   std::vector<std::string> models;  ///< empty: all
   std::vector<std::string> dtypes;  ///< empty: those that the device is fast in
-  std::vector<std::string> casts{"fp32", "raw", "torch", "standard"};
+  std::vector<std::string> casts{"fp32", "tf32", "raw", "torch", "standard"};
   std::string task = "training";
   std::string preset = "auto";
   std::string python = "auto";
@@ -33,6 +33,7 @@ struct Options {
   std::int64_t threads = 0;
   std::optional<std::int64_t> at_once;
   std::int64_t limit = 0;
+  std::int64_t compile_limit = 0;
   std::int64_t largest = std::numeric_limits<std::int64_t>::max();
   std::vector<std::string> processes{"1", "2", "4"};
   std::int64_t bucket_bytes = 0;
@@ -118,8 +119,8 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
   arguments.add_choice("--device", {"auto", "cpu", "cuda"}, "Default: CUDA where there is one.",
                        options.device.device);
   arguments.add("--models", "LIST",
-                "Of feed_forward,unet,bert,gpt,yolo,checkerboard; for inference also "
-                "gpt_generation,gpt_cached.\n"
+                "Of feed_forward,unet,bert,gpt,yolo,checkerboard, in the order in which they run; "
+                "for inference also\ngpt_generation,gpt_cached. "
                 "Default: all; for inference all but feed_forward and checkerboard; for processes "
                 "gpt.",
                 list(options.models, names));
@@ -127,10 +128,10 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
                 "Of fp16,bf16. Default: both on CUDA; on a CPU those it is fast in, else bf16.",
                 list(options.dtypes, {"fp16", "bf16"}));
   arguments.add("--casts", "LIST",
-                "Of fp32,raw,torch,standard,audited: nothing, at::autocast by hand, and three "
-                "policies, the last of\nwhich PrecisionAudit chooses before the others start. "
-                "Default: all but audited.",
-                list(options.casts, {"fp32", "raw", "torch", "standard", "audited"}));
+                "Of fp32,tf32,raw,torch,standard,audited: none, none with TF32 products (CUDA), "
+                "at::autocast by hand, and\nthree policies, the last of which PrecisionAudit "
+                "chooses before the others start. Default: all but audited.",
+                list(options.casts, {"fp32", "tf32", "raw", "torch", "standard", "audited"}));
   arguments.add_choice(
       "--preset", {"auto", "small", "large", "full"},
       "Sizes of models and batches. Default: full on CUDA; on a CPU large if 16-bit products are\n"
@@ -146,8 +147,8 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
                 "The Python that has torch; none: without. Default: python3 if it has torch.",
                 options.python);
   arguments.add_choice("--compile", {"no", "yes"},
-                       "yes: Python's torch.compile, too, which takes minutes and needs a C++ "
-                       "compiler and Python's headers.\nDefault: no.",
+                       "yes: also Python's torch.compile, after all other ways of all models. It "
+                       "takes minutes and needs a C++\ncompiler and Python's headers. Default: no.",
                        options.compile);
   arguments.add_integer("--rounds", "How often each takes its turn. Default: 7.", options.rounds, 1,
                         1000);
@@ -161,6 +162,8 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
                         "Seconds that a way may take in all; then it is ended, and has the rounds "
                         "that it has done.\nDefault: none.",
                         options.limit, 1, 100'000);
+  arguments.add_integer("--compile-limit", "The same of a way with torch.compile. Default: none.",
+                        options.compile_limit, 1, 100'000);
   arguments.add_integer("--largest", "Of the sizes of --task growth. Default: all.",
                         options.largest, 1, options.largest);
   arguments.add("--processes", "LIST", "Of 1,2,4,8, for --task processes. Default: 1,2,4.",
@@ -211,7 +214,7 @@ inline WorkerOptions parse_worker_options(int argc, const char* const* argv) {
   });
   arguments.add_choice("--task", {"training", "inference", "processes"}, "", task);
   arguments.add_choice("--casts",
-                       {"fp32", "raw", "torch", "standard", "audited", "torch_kept",
+                       {"fp32", "tf32", "raw", "torch", "standard", "audited", "torch_kept",
                         "standard_kept", "narrow_kept", "cast"},
                        "", options.way.casts);
   arguments.add("--policy", "FILE", "", options.policy);
@@ -220,7 +223,7 @@ inline WorkerOptions parse_worker_options(int argc, const char* const* argv) {
   arguments.add_choice("--optimizer", {"stock", "fused"}, "", options.way.optimizer);
   arguments.add_choice("--launch", {"eager", "captured"}, "", options.way.launch);
   arguments.add_choice("--variant",
-                       {"plain", "masters", "recomputed", "together", "kept", "parallel",
+                       {"plain", "masters", "recomputed", "together", "unfused", "kept", "parallel",
                         "parallel_16", "sharded", "sharded_16"},
                        "", options.way.variant);
   arguments.add_integer("--bucket", "", options.bucket_bytes, 0, std::int64_t{1} << 40);

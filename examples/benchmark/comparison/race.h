@@ -36,6 +36,7 @@ struct Plan {
   std::int64_t threads = 0;
   std::int64_t at_once = 0;    ///< ways of a model that take turns; 0: all
   double limit = 0.;           ///< seconds of each way; 0: none
+  double compile_limit = 0.;   ///< the same of a way with torch.compile
   std::string clock = "wall";  ///< wall, processor
   std::filesystem::path out;
 };
@@ -62,6 +63,9 @@ struct Race {
 inline std::string why_not(const Plan& plan, const ModelEntry& model, const Way& way) {
   const auto make = [&] { return model.make(model.sizes.at(Preset::small)); };
   if (way.variant == "recomputed" && !make()->recompute()) return "its layers cannot be recomputed";
+  if (way.variant == "unfused" && !make()->add_biases_apart()) {
+    return "it has no torch::nn::Linear for inputs of three dimensions";
+  }
   if (way.variant == "masters" && make()->recipe().weight_average) {
     return "the average of the weights would be one of weights in 16 bits";
   }
@@ -145,8 +149,9 @@ inline std::string audit(const Plan& plan, const Race& race, const std::string& 
   return reason;
 }
 
-/// The ways to go with this model; those that cannot be gone are left out with their reason.
-inline std::vector<Way> choose_ways(const Plan& plan, Race& race) {
+/// The ways to go with this model, of which `compiled` says whether they use torch.compile. A way
+/// that cannot be gone is left out with its reason.
+inline std::vector<Way> choose_ways(const Plan& plan, Race& race, bool compiled) {
   std::vector<Way> ways;
   std::map<std::string, std::string> audits;  // by dtype
   const bool python = !plan.python.empty(), host = plan.device == "cpu";
@@ -154,7 +159,7 @@ inline std::vector<Way> choose_ways(const Plan& plan, Race& race) {
                                 : all_ways(plan.dtypes, python, plan.compiled, host)) {
     const bool is_wanted = plan.predicts || std::find(plan.casts.begin(), plan.casts.end(),
                                                       way.casts) != plan.casts.end();
-    if (!is_wanted) continue;
+    if (!is_wanted || way.is_compiled() != compiled) continue;
     std::string reason = why_not(plan, *race.model, way);
     if (way.casts == "audited") {
       const auto [found, is_new] = audits.try_emplace(way.dtype);
@@ -170,21 +175,33 @@ inline std::vector<Way> choose_ways(const Plan& plan, Race& race) {
   return ways;
 }
 
-/// Lets some ways take turns: in each round every one runs the same number of steps, and each round
-/// begins with another one, so that what disturbs the machine disturbs all alike. `show` is called
-/// after each turn.
-template <class Show>
-void take_turns(const Plan& plan, Race& race, const std::vector<Way>& ways, const Show& show) {
-  const std::size_t first = race.contestants.size(), count = ways.size();
-  const double limit = plan.limit > 0. ? plan.limit : std::numeric_limits<double>::infinity();
+/// Starts the workers of some ways, which set themselves up side by side. A way ends after `limit`
+/// seconds of waiting for it; 0: never.
+inline void start(const Plan& plan, Race& race, const std::vector<Way>& ways, double limit) {
   for (const Way& way : ways) {
     race.contestants.emplace_back(way, worker_command(plan, race, way), plan.out / "workers.log",
-                                  plan.clock == "wall" ? "seconds" : plan.clock, limit);
+                                  plan.clock == "wall" ? "seconds" : plan.clock,
+                                  limit > 0. ? limit : std::numeric_limits<double>::infinity());
   }
-  for (std::size_t i = 0; i < count; ++i) {
-    race.contestants[first + i].wait_until_ready();
-    show(ways[i]);
+}
+
+/// Waits until the workers that start() has started for `ways` are ready. `show` is called after
+/// each.
+template <class Show>
+void wait_until_ready(Race& race, const std::vector<Way>& ways, Show&& show) {
+  auto contestant = race.contestants.end() - std::ssize(ways);
+  for (const Way& way : ways) {
+    (contestant++)->wait_until_ready();
+    show(way);
   }
+}
+
+/// Lets the last contestants, which go `ways`, take turns: in each round every one runs the same
+/// number of steps, and each round begins with another one, so that what disturbs the machine
+/// disturbs all alike. `show` is called after each turn.
+template <class Show>
+void take_turns(const Plan& plan, Race& race, const std::vector<Way>& ways, Show&& show) {
+  const std::size_t count = ways.size(), first = race.contestants.size() - count;
   for (std::size_t i = 0; i < count; ++i) {
     race.contestants[first + i].warm_up(race.steps);
     show(ways[i]);
@@ -207,20 +224,54 @@ void take_turns(const Plan& plan, Race& race, const std::vector<Way>& ways, cons
   }
 }
 
-/// Lets all ways run, `plan.at_once` of them at a time.
+/// Shows how far the ways of a model are.
+class RaceProgress {
+ public:
+  RaceProgress(const Plan& plan, const Race& race, std::int64_t ways)
+      : bar_(support::format("%-13s", race.title().c_str()), ways * (plan.rounds + 2)) {}
+
+  void operator()(const Way& way) {
+    ++done_;
+    if (bar_.is_due(done_)) bar_.show(done_, way.name());
+  }
+
+ private:
+  support::ProgressBar bar_;
+  std::int64_t done_ = 0;
+};
+
+/// Lets all ways without torch.compile run, `plan.at_once` of them at a time.
 inline void run(const Plan& plan, Race& race) {
-  const std::vector<Way> ways = choose_ways(plan, race);
-  const auto turns = std::ssize(ways) * (plan.rounds + 2);
-  support::ProgressBar bar(support::format("%-13s", race.title().c_str()), turns);
-  std::int64_t done = 0;
-  const auto show = [&](const Way& way) {
-    ++done;
-    if (bar.is_due(done)) bar.show(done, way.name());
-  };
+  const std::vector<Way> ways = choose_ways(plan, race, /*compiled=*/false);
+  RaceProgress progress(plan, race, std::ssize(ways));
   const std::int64_t most = plan.at_once > 0 ? plan.at_once : std::ssize(ways);
   for (auto begin = ways.begin(); begin != ways.end();) {
     const auto end = begin + std::min(most, ways.end() - begin);
-    take_turns(plan, race, {begin, end}, show);
+    const std::vector<Way> some(begin, end);
+    start(plan, race, some, plan.limit);
+    wait_until_ready(race, some, progress);
+    take_turns(plan, race, some, progress);
     begin = end;
+  }
+}
+
+/// Lets all models' ways with torch.compile run. The workers of all models compile at once, which
+/// takes minutes; then those of one model after another take turns. `write` is called after each
+/// model.
+template <class Write>
+void run_compiled(const Plan& plan, std::deque<Race>& races, const Write& write) {
+  std::vector<std::vector<Way>> ways;
+  std::deque<RaceProgress> progress;
+  for (Race& race : races) {
+    ways.push_back(choose_ways(plan, race, /*compiled=*/true));
+    start(plan, race, ways.back(), plan.compile_limit);
+    progress.emplace_back(plan, race, std::ssize(ways.back()));
+  }
+  const auto shown = [&](std::size_t i) { return [&, i](const Way& way) { progress[i](way); }; };
+  for (std::size_t i = 0; i < races.size(); ++i) wait_until_ready(races[i], ways[i], shown(i));
+  for (std::size_t i = 0; i < races.size(); ++i) {
+    if (ways[i].empty()) continue;
+    take_turns(plan, races[i], ways[i], shown(i));
+    write();
   }
 }

@@ -16,6 +16,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "benchmark/comparison/make_optimizer.h"
@@ -54,20 +55,24 @@ class Trainer {
       loaded.apply_to(workload_->module());
     }
     if (way.variant == "recomputed") workload_->recompute();
+    if (way.variant == "unfused") workload_->add_biases_apart();
     if (way.variant == "masters") {
       masters_.emplace(workload_->module().shared_from_this(),
                        torchamp::MasterWeightsOptions{.dtype = dtype_of(way)});
     }
     parameters_ = workload_->module().parameters();
-    optimizer_ = make_optimizer(
+    optimizers_ = make_optimizers(
         masters_ ? masters_->named_parameters() : named_parameters(workload_->module()), recipe_,
-        way.optimizer == "fused");
+        way.optimizer);
     scaler_.emplace(torchamp::GradScalerOptions{.enabled = !way.is_fp32()});
     zero_ = torch::zeros({}, device);
     if (recipe_.weight_average) average_.emplace(workload_->module());
     if (way.is_captured()) {
+      torchamp::CudaGraph::Optimizers optimizers;
+      for (const auto& optimizer : optimizers_) optimizers.emplace_back(*optimizer);
       graph_.emplace(
-          *optimizer_, [this](const std::vector<at::Tensor>& inputs) { return iterate(inputs); },
+          std::move(optimizers),
+          [this](const std::vector<at::Tensor>& inputs) { return iterate(inputs); },
           torchamp::CudaGraphOptions{.warmup =
                                          std::max<std::int64_t>(3, recipe_.warmup_steps + 1)});
     }
@@ -91,7 +96,7 @@ class Trainer {
   /// The ops that are called for one batch's loss and its gradients, or in a `whole` step.
   support::OpCounts count_ops(bool whole) {
     const auto& inputs = inputs_.front();
-    optimizer_->zero_grad();
+    zero_grad();
     return support::count_ops([&] {
       if (whole) {
         iterate(inputs);
@@ -107,7 +112,7 @@ class Trainer {
     const RunClock clock(device_);
     for (std::int64_t i = 0; i < steps; ++i) {
       if (step_ <= recipe_.warmup_steps && recipe_.warmup_steps > 0) {
-        warm_up(*optimizer_, recipe_, step_);
+        warm_up(*optimizers_.front(), recipe_, step_);
       }
       const auto& inputs = inputs_[static_cast<std::size_t>(step_++) % inputs_.size()];
       const at::Tensor loss = graph_ ? (*graph_)(inputs).front() : iterate(inputs);
@@ -125,7 +130,7 @@ class Trainer {
 
   /// One optimizer step: the loop that a user writes. Returns the mean of its losses.
   at::Tensor iterate(const std::vector<at::Tensor>& inputs) {
-    optimizer_->zero_grad();
+    zero_grad();
     at::Tensor sum;
     for (std::int64_t i = 0; i < recipe_.accumulate; ++i) {
       at::Tensor loss = forward(micro_batch(inputs, i));
@@ -134,24 +139,35 @@ class Trainer {
       if (masters_) masters_->take_gradients();
       sum = i == 0 ? loss.detach() : sum + loss.detach();
     }
-    if (recipe_.clip_norm > 0.) {
-      if (way_.optimizer == "stock" && (way_.is_fp32() || way_.casts == "raw")) {
-        scaler_->unscale_(*optimizer_);
-        torch::nn::utils::clip_grad_norm_(parameters_, recipe_.clip_norm);
-      } else {
-        torchamp::clip_grad_norm_(*scaler_, *optimizer_, recipe_.clip_norm);
-      }
-    }
+    if (recipe_.clip_norm > 0.) clip();
     if (average_) {
-      const torchamp::StepResult result = scaler_->step(*optimizer_);
+      const torchamp::StepResult result = scaler_->step(*optimizers_.front());
       scaler_->update();
       move_average(result);
     } else {
-      scaler_->step(*optimizer_);
+      for (const auto& optimizer : optimizers_) scaler_->step(*optimizer);
       scaler_->update();
     }
     if (masters_) masters_->copy_to_model();
     return sum;
+  }
+
+  void zero_grad() {
+    for (const auto& optimizer : optimizers_) optimizer->zero_grad();
+  }
+
+  void clip() {
+    const bool by_hand = way_.optimizer == "stock" && (way_.is_fp32() || way_.casts == "raw");
+    if (!by_hand && optimizers_.size() == 1) {
+      torchamp::clip_grad_norm_(*scaler_, *optimizers_.front(), recipe_.clip_norm);
+      return;
+    }
+    for (const auto& optimizer : optimizers_) scaler_->unscale_(*optimizer);
+    if (by_hand) {
+      torch::nn::utils::clip_grad_norm_(parameters_, recipe_.clip_norm);
+    } else {
+      torchamp::clip_grad_norm_(parameters_, recipe_.clip_norm);
+    }
   }
 
   std::vector<at::Tensor> micro_batch(const std::vector<at::Tensor>& inputs, std::int64_t i) const {
@@ -189,7 +205,7 @@ class Trainer {
   std::vector<std::vector<at::Tensor>> inputs_;  // of each iteration, batch after batch
   std::size_t inputs_per_batch_ = 0;
   std::vector<at::Tensor> parameters_;
-  std::unique_ptr<torch::optim::Optimizer> optimizer_;
+  std::vector<std::unique_ptr<torch::optim::Optimizer>> optimizers_;
   std::optional<torchamp::GradScaler> scaler_;
   std::optional<torchamp::MasterWeights> masters_;
   std::optional<WeightAverage> average_;

@@ -25,9 +25,11 @@
 
 namespace {
 
+using testing::Contains;
 using testing::ElementsAre;
 using testing::HasSubstr;
 using testing::IsEmpty;
+using testing::Not;
 using testing::Pair;
 
 const Way python{"python", "fp32", "fp32", "stock", "eager"};
@@ -171,6 +173,22 @@ TEST(Race, RecomputesModelsThatCan) {
   EXPECT_EQ(why_not(plan, find_model("unet"), way), "its layers cannot be recomputed");
 }
 
+TEST(Race, AddsBiasesApartInModelsOfSequences) {
+  Way way = fused;
+  way.variant = "unfused";
+  Plan plan;
+  plan.device = "cuda";
+  EXPECT_EQ(why_not(plan, find_model("bert"), way), "");
+  EXPECT_THAT(why_not(plan, find_model("unet"), way), HasSubstr("no torch::nn::Linear"));
+  const ModelEntry& bert = find_model("bert");
+  const auto model = bert.make(bert.sizes.at(Preset::small));
+  const auto batch = model->make_batch();
+  ASSERT_TRUE(model->add_biases_apart());
+  auto counts = support::count_ops([&] { model->loss(batch); });
+  EXPECT_EQ(counts["aten::linear"], 0);
+  EXPECT_EQ(counts["aten::matmul"], 2 * 6 + 1);
+}
+
 TEST(Ways, CastWeightsTogetherWhereTheHostMayLimit) {
   std::vector<std::string> names;
   for (const Way& way : all_ways({"fp16"}, /*python=*/false, /*compiled=*/false, /*host=*/false)) {
@@ -178,6 +196,55 @@ TEST(Ways, CastWeightsTogetherWhereTheHostMayLimit) {
   }
   EXPECT_THAT(names, ElementsAre("torchamp, fp16, fused, weights cast together",
                                  "torchamp, fp16, fused, captured, weights cast together"));
+}
+
+TEST(Ways, UseTf32AndOnlyPlainWaysOfASecondDtypeOnAGpu) {
+  const auto names = [](bool host) {
+    std::vector<std::string> found;
+    for (const Way& way : all_ways({"fp16", "bf16"}, /*python=*/true, /*compiled=*/true, host)) {
+      if (way.is_tf32() || way.dtype == "bf16") found.push_back(way.name());
+    }
+    return found;
+  };
+  EXPECT_THAT(
+      names(/*host=*/false),
+      ElementsAre("Python, tf32, fused", "Python, tf32, fused, captured",
+                  "Python torch.amp, bf16, fused", "Python torch.amp, bf16, fused, captured",
+                  "LibTorch, tf32, fused", "LibTorch, tf32, fused, captured",
+                  "torchamp, bf16, fused", "torchamp, bf16, fused, captured"));
+  EXPECT_THAT(names(/*host=*/true), Contains("torchamp, torch policy, bf16"));
+  EXPECT_THAT(names(/*host=*/true), Not(Contains("LibTorch, tf32, fused")));
+}
+
+TEST(Verdict, ComparesTf32WithPythonsTf32AndWithFp32) {
+  MadeUpRace all;
+  all.add({"python", "tf32", "fp32", "fused", "eager"}, 0.5, 1., {4.});
+  all.add({"cpp", "fp32", "fp32", "fused", "eager"}, 0.5, 1., {8.});
+  const Way way{"cpp", "tf32", "fp32", "fused", "eager"};
+  const Verdict verdict = judge(all.race, all.add(way, 0.53, 1.005, {2.}));
+  EXPECT_EQ(verdict.to_python, 0.5);
+  EXPECT_EQ(verdict.saved, 0.75);
+  EXPECT_EQ(verdict.wrong, "");
+  EXPECT_EQ(all.wrong(all.add(way, 0.55)), "another final loss than Python, tf32, fused");
+}
+
+TEST(Report, ComparesCapturedStepsWithTorchCompileOnAGpu) {
+  MadeUpRace all;
+  const auto add = [&](const char* language, const char* casts, const char* launch,
+                       double seconds) {
+    all.add({language, casts, "fp16", "fused", launch}, 0.5, 1., {seconds});
+  };
+  add("python", "torch", "eager", 8.);
+  add("python", "torch", "captured", 1.);
+  add("cpp", "standard", "eager", 6.);
+  add("cpp", "standard", "captured", 3.);
+  add("python", "torch", "compiled", 4.);
+  std::deque<Race> races;
+  races.push_back(std::move(all.race));
+  std::ostringstream text;
+  write_compiled(text, races, /*cuda=*/true);
+  EXPECT_THAT(text.str(), HasSubstr("| Python, captured | torchamp | torchamp, captured | first"));
+  EXPECT_THAT(text.str(), HasSubstr("| UNet, fp16 | 4 s | 0.50 | 0.25 | 1.50 | 0.75 |  |"));
 }
 
 TEST(Report, ShowsWhatIsSavedBesideWhatWasSavedElsewhere) {

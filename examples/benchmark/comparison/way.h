@@ -12,19 +12,22 @@
 /// words, as on a worker's command line.
 struct Way {
   std::string language = "cpp";  ///< cpp, python
-  /// fp32, raw (at::autocast by hand), torch, standard, audited (policies); for inference also
-  /// torch_kept, standard_kept (policies, the weights' casts kept), narrow_kept (all ops in 16
-  /// bits), cast (the model itself was cast)
+  /// fp32, tf32 (fp32 with TF32 products), raw (at::autocast by hand), torch, standard, audited
+  /// (policies); for inference also torch_kept, standard_kept (policies, the weights' casts kept),
+  /// narrow_kept (all ops in 16 bits), cast (the model itself was cast)
   std::string casts = "standard";
-  std::string dtype = "bf16";       ///< fp16, bf16; fp32 where casts are
+  std::string dtype = "bf16";       ///< fp16, bf16; fp32 if there are no casts
   std::string optimizer = "stock";  ///< stock, fused
   std::string launch = "eager";     ///< eager, captured, compiled (torch.compile: Python)
-  /// plain, masters, recomputed, together (weights are cast together), kept (host memory); of
-  /// several processes parallel, sharded, both also with _16 (gradients are sent in 16 bits), zero
+  /// plain, masters, recomputed, together (weights are cast together), unfused (LibTorch's own
+  /// forward() of torch::nn::Linear adds each bias in an op), kept (host memory); of several
+  /// processes parallel, sharded, both also with _16 (gradients are sent in 16 bits), zero
   std::string variant = "plain";
 
   bool is_python() const { return language == "python"; }
-  bool is_fp32() const { return casts == "fp32"; }
+  /// Whether nothing is cast.
+  bool is_fp32() const { return casts == "fp32" || is_tf32(); }
+  bool is_tf32() const { return casts == "tf32"; }
   bool is_captured() const { return launch == "captured"; }
   bool is_compiled() const { return launch == "compiled"; }
 
@@ -39,13 +42,14 @@ struct Way {
     if (casts == "narrow_kept") text = "torchamp, all ops in 16 bits";
     if (casts.ends_with("_kept")) text += ", casts kept";
     if (is_fp32() || casts == "cast") text = is_python() ? "Python" : "LibTorch";
-    text += (casts == "cast" ? ", model cast to " : ", ") + dtype;
+    text += (casts == "cast" ? ", model cast to " : ", ") + (is_tf32() ? casts : dtype);
     if (optimizer == "fused") text += ", fused";
     if (is_captured() || is_compiled()) text += ", " + launch;
     if (variant == "kept") text += ", memory kept";
     if (variant == "masters") text += ", master weights";
     if (variant == "recomputed") text += ", recomputed";
     if (variant == "together") text += ", weights cast together";
+    if (variant == "unfused") text += ", biases apart";
     return text;
   }
 
@@ -72,18 +76,28 @@ inline c10::ScalarType dtype_of(const Way& way) {
   return way.dtype == "fp16" ? c10::kHalf : way.dtype == "bf16" ? c10::kBFloat16 : c10::kFloat;
 }
 
-/// All ways, Python's first: they are what the others are measured by. `compiled`: torch.compile,
-/// too. `host`: on a CPU, where the host's memory may be kept.
+/// All ways, Python's first: the others are compared with them. `compiled`: also torch.compile.
+/// `host`: on a CPU, which has ways that keep the host's memory. A GPU has ways in TF32. The first
+/// dtype has all ways there, and each other dtype the plain ones with a fused optimizer.
 inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool python, bool compiled,
                                  bool host) {
   std::vector<Way> ways;
+  const auto is_full = [&](const std::string& dtype) {
+    return host || dtype == "fp32" || dtype == dtypes.front();
+  };
+  const auto add_tf32 = [&](const char* language) {
+    if (host) return;
+    for (const char* launch : {"eager", "captured"}) {
+      ways.push_back({language, "tf32", "fp32", "fused", launch});
+    }
+  };
   const auto add_variant = [&](const char* language, const char* casts, const std::string& dtype,
                                const char* variant) {
     ways.push_back({language, casts, dtype, "fused", "eager", variant});
   };
   const auto add = [&](const char* language, const char* casts, const std::string& dtype) {
     const bool by_hand = casts == std::string("raw");
-    ways.push_back({language, casts, dtype, "stock", "eager"});
+    if (is_full(dtype)) ways.push_back({language, casts, dtype, "stock", "eager"});
     if (by_hand) return;
     ways.push_back({language, casts, dtype, "fused", "eager"});
     ways.push_back({language, casts, dtype, "fused", "captured"});
@@ -91,21 +105,30 @@ inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool py
   };
   if (python) {
     add("python", "fp32", "fp32");
+    add_tf32("python");
     for (const std::string& dtype : dtypes) {
       add("python", "torch", dtype);
       if (host) add_variant("python", "torch", dtype, "kept");
-      if (compiled) ways.push_back({"python", "torch", dtype, "fused", "compiled"});
+      if (compiled && is_full(dtype)) {
+        ways.push_back({"python", "torch", dtype, "fused", "compiled"});
+      }
     }
   }
   add("cpp", "fp32", "fp32");
+  add_tf32("cpp");
   for (const std::string& dtype : dtypes) {
+    if (!is_full(dtype)) {
+      add("cpp", "standard", dtype);
+      continue;
+    }
     for (const char* casts : {"raw", "torch", "standard", "audited"}) add("cpp", casts, dtype);
     for (const char* variant : {"masters", "recomputed"}) {
       add_variant("cpp", "standard", dtype, variant);
     }
-    if (host) continue;  // a GPU waits for the host, which calls fewer ops so
+    if (host) continue;
     for (const char* launch : {"eager", "captured"}) {
       ways.push_back({"cpp", "standard", dtype, "fused", launch, "together"});
+      ways.push_back({"cpp", "standard", dtype, "fused", launch, "unfused"});
     }
   }
   return ways;

@@ -1,6 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <ATen/Context.h>
 #include <torch/version.h>
 #include <torchamp/host_memory.h>
 
@@ -118,6 +119,10 @@ inline int serve(const WorkerOptions& options) {
     }
     if (options.threads > 0) torch::set_num_threads(static_cast<int>(options.threads));
     const at::Device device(options.device);
+    if (options.way.is_tf32()) {
+      TORCH_CHECK(device.is_cuda(), "TF32 is for CUDA devices");
+      at::globalContext().setFloat32MatmulPrecision("high");
+    }
     use_once(options, device);
     const auto make = [&] { return find_model(options.model).make(options.sizes); };
     if (!options.audit.empty()) {

@@ -58,6 +58,13 @@ class Bert final : public Workload {
 
   bool recompute() override { return net_->recomputes = true; }
 
+  bool add_biases_apart() override {
+    net_->apply([](torch::nn::Module& module) {
+      if (auto* const linear = module.as<support::LinearImpl>()) linear->bias_apart = true;
+    });
+    return true;
+  }
+
  private:
   struct LayerImpl : torch::nn::Module {
     LayerImpl(std::int64_t width, std::int64_t head_count) : heads(head_count) {

@@ -84,23 +84,13 @@ class ReplayedState {
   virtual void look() = 0;
 };
 
-/// What a graph brings that follows state through replays for a higher floor.
-class ReplayFollower {
- protected:
-  virtual ~ReplayFollower() = default;
-};
-
 using ReplayedStates = std::vector<std::shared_ptr<ReplayedState>>;
 
 /// Marks the calling thread as one that runs the body of a CudaGraph, warm-ups included, while it
 /// lives: what a graph cannot hold is refused there by name, before anything is captured.
 class GraphBody {
  public:
-  /// `follower`: what follows the scales of scalers; null where nothing does.
-  explicit GraphBody(const ReplayFollower* follower = nullptr)
-      : scales(follower), outer_(current()) {
-    current() = this;
-  }
+  GraphBody() : outer_(current()) { current() = this; }
   GraphBody(const GraphBody&) = delete;
   GraphBody& operator=(const GraphBody&) = delete;
   ~GraphBody() { current() = outer_; }
@@ -112,7 +102,6 @@ class GraphBody {
   }
   static bool is_running() { return current() != nullptr; }
 
-  const ReplayFollower* const scales;
   /// Of which body something is: a failed one's next try is another.
   const std::shared_ptr<const void> identity = std::make_shared<char>();
 

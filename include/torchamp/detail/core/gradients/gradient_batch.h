@@ -100,11 +100,6 @@ inline at::Tensor values_of(const at::Tensor& gradient, HalfGradients half_gradi
   return values;
 }
 
-inline bool has_half_gradients(const torch::optim::Optimizer& optimizer) {
-  return any_gradient(
-      optimizer, [](const at::Tensor& gradient) { return gradient.scalar_type() == at::kHalf; });
-}
-
 /// The gradients that a collection holds already: one that several places of an optimizer lead to,
 /// as the weight of a module that a model has registered twice, is to be changed once. (With
 /// std::unordered_set, step and update take 5 % more instructions for 100 small gradients.)

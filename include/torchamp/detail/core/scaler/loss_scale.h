@@ -13,21 +13,22 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/scaler/check_options.h"
 #include "torchamp/detail/core/scaler/device_update.h"
-#include "torchamp/detail/core/scaler/followed_scale.h"
 #include "torchamp/detail/core/scaler/read_once.h"
-#include "torchamp/detail/core/scaler/scale_bound.h"
 #include "torchamp/detail/core/scaler/scale_limits.h"
 #include "torchamp/detail/core/scaler/scale_rule.h"
 #include "torchamp/detail/core/scaler/scale_update.h"
+#include "torchamp/detail/core/scaler/skip_warning.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
@@ -171,7 +172,6 @@ class LossScale {
     scale_.fill_(host_.scale);
     skips_.fill_(host_.skips);
     on_device_->set(host_);
-    followed_.set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
   }
 
   /// As the scale is written by hand.
@@ -179,43 +179,31 @@ class LossScale {
     const bool changes = on_device_ || scale != host_.scale;
     host_.scale = scale;
     if (changes) scale_.fill_(scale);
-    if (on_device_) followed_.set(scale, ScaleBound::grows_at_once);
   }
   /// Takes the scale from a tensor that only the device can read; what is not a number within the
   /// limits becomes the nearest limit.
   void set_scale(const at::Tensor& scale) {
     leave_host();
-    followed_.set_unknown(options_.max_scale);
+    host_.scale = std::numeric_limits<double>::quiet_NaN();
     scale_.copy_(at::nan_to_num(scale.reshape({}), options_.min_scale)
                      .clamp(options_.min_scale, options_.max_scale),
                  /*non_blocking=*/true);
   }
 
   // ---- What may be left out because of the scale
-  //
-  // Where only the device knows it, FollowedScale answers without a read, by bounds that each
-  // change of the scale here moves. Where these leave it open, stays_at_one() is false, the others
-  // are true. In a CudaGraph's body, CapturedScale remembers their "false" and checks it before
-  // each replay.
 
   /// Whether scaling is the identity, and not just for the time being.
-  bool stays_at_one() {
-    if (options_.dynamic) return false;
-    return on_device_ ? followed_.stays_at(1.) : host_.scale == 1.;
+  bool stays_at_one() const { return !options_.dynamic && scale_on_host() == 1.; }
+  /// Whether dividing by the scale may turn a finite gradient into an inf, so that the quotients
+  /// have to be checked: one launch more in a fused step, one pass more in unscale_.
+  bool may_be_below_one() const { return options_.min_scale < 1. && !(scale_on_host() >= 1.); }
+
+  /// The optimizer's step may be part of a graph, whose replays may change the scale. Called before
+  /// the step queries the scale.
+  void expect_replays() {
+    if (replays_ != Replays::none) return;
+    replays_ = GraphBody::is_running() ? Replays::of_cuda_graph : Replays::unknown;
   }
-  /// Whether it may be; see Note [A scale below 1].
-  bool may_be_below_one() {
-    if (!on_device_) return host_.scale < 1.;
-    return options_.min_scale < 1. && (rule_ || followed_.may_be_below(1., scale_, options_));
-  }
-  /// Whether the scale may be more than `limit`; see Note [A large scale and a clip].
-  bool may_exceed(double limit) {
-    if (!on_device_) return host_.scale > limit;
-    return options_.max_scale > limit && followed_.may_be_above(limit, scale_, options_);
-  }
-  /// From now on replays may change the scale, see FollowedScale. Before these questions are asked,
-  /// where a step is captured.
-  void expect_replays() { followed_.expect_replays(); }
 
   // ---- The update
 
@@ -251,9 +239,9 @@ class LossScale {
   void announce(const ScaleLimits::Met& met, bool has_kept_gradients) {
     limits_.announce(options_, met);
     if (on_device_) {
-      followed_.warn_of_skips(has_kept_gradients);
+      skip_warning_->warn_if_arrived(has_kept_gradients);
     } else {
-      followed_.warn_of_skips(host_.skips, has_kept_gradients);
+      skip_warning_->note(host_.skips, has_kept_gradients);
     }
   }
 
@@ -264,12 +252,18 @@ class LossScale {
     leave_host();
     if (options_.dynamic) on_device_->make(options_, scale_, found_inf, amax, skips_);
     at::addcmul_out(skips_, found_inf, skips_, found_inf);  // one more if bad, or else 0
-    followed_.note_update(scale_, skips_, options_);
+    if (replays_ == Replays::unknown) return;
+    skip_warning_->count_iteration(skips_);
+    if (GraphBody* const body = GraphBody::current()) {
+      body->states.push_back(skip_warning_);
+    } else if (skip_warning_->wants_look()) {
+      skip_warning_->look();
+    }
   }
 
   /// Moves what is remembered to the device, for good, without a read. From here on host_ is out
-  /// of date, but for what the device does not keep: only read() and set() use it then. followed_
-  /// is told of each change of the scale.
+  /// of date, but for what the device does not keep: only read() and set() use it then, and
+  /// scale_on_host() if the scale is fixed.
   void leave_host() {
     if (on_device_) return;
     const c10::InferenceMode no_inference(false);  // tensors of inference mode refuse later writes
@@ -279,10 +273,22 @@ class LossScale {
     } else {
       on_device_ = std::make_unique<FormulaUpdate>(host_, scale_);
     }
-    followed_.set(host_.scale, static_cast<int64_t>(host_.growth_tracker));
   }
 
  private:
+  /// Graphs whose replays may change the scale.
+  enum class Replays {
+    none,
+    of_cuda_graph,  ///< which follows the skips in a row
+    unknown,
+  };
+
+  /// NaN if only the device knows the scale.
+  double scale_on_host() const {
+    const bool is_fixed = !options_.dynamic && replays_ == Replays::none;
+    return !on_device_ || is_fixed ? host_.scale : std::numeric_limits<double>::quiet_NaN();
+  }
+
   GradScalerOptions options_;
   ScaleMemory<double> host_;  // where the host knows
   const ScaleRule* rule_;
@@ -291,7 +297,9 @@ class LossScale {
   at::Tensor scale_and_skips_;               // in one piece
   at::Tensor scale_, skips_;                 // its parts, 0-dim
   at::Tensor one_;
-  FollowedScale followed_;
+  Replays replays_ = Replays::none;
+  /// Shared with captured iterations, which may outlive the scaler.
+  std::shared_ptr<SkipWarning> skip_warning_ = std::make_shared<SkipWarning>();
 };
 
 }  // namespace torchamp::detail

@@ -69,8 +69,6 @@ inline bool is_torch_update(const GradScalerOptions& options) {
 /// the one formula, on a host for every rule, on a device for all but torch.amp's, which is a
 /// kernel of ATen's there. `amax` is the largest magnitude of the scaled gradients, 0 where it is
 /// not known; it matters only to a ScaleRule.
-/// Range::update in scale_bound.h follows how far this can move the scale: what is changed here may
-/// have to be changed there.
 template <class Number, class Bool>
 ScaleMemory<Number> after_update(const GradScalerOptions& options,
                                  const ScaleMemory<Number>& before, const Bool& bad,

@@ -12,8 +12,8 @@
 namespace torchamp::detail {
 
 /// Warns of a long run of bad iterations, once. Where only the device knows the run, it is copied
-/// to the host once in `interval` iterations, and nobody waits for the copy.
-class SkipWarning {
+/// to the host once in `interval` iterations, replays included, and nobody waits for the copy.
+class SkipWarning final : public ReplayedState {
  public:
   static constexpr int64_t many = 100, interval = 32;
 
@@ -35,22 +35,32 @@ class SkipWarning {
           "This warning is given once."});
   }
 
-  /// `skips`, 0-dim fp32: what there is now.
-  void send(const at::Tensor& skips) {
-    iterations_ = 0;
-    mirror_.send(skips);
+  /// The device has made an update. `skips`, 0-dim fp32: those in a row now.
+  void count_iteration(const at::Tensor& skips) {
+    skips_ = skips;
+    ++iterations_;
   }
-  void count_iteration() { ++iterations_; }
-  /// Whether to send().
-  bool is_due() const { return iterations_ >= interval; }
-  /// Warns if what has arrived says so.
-  void look(bool has_kept_gradients = false) {
+  /// Warns if the copy that has arrived says so.
+  void warn_if_arrived(bool has_kept_gradients = false) {
     if (!mirror_.empty()) note(mirror_[0], has_kept_gradients);
+  }
+
+  void settle() override {}
+  bool holds() override { return true; }
+  void note_replay() override {
+    ++iterations_;
+    warn_if_arrived();
+  }
+  bool wants_look() const override { return iterations_ >= interval; }
+  void look() override {
+    iterations_ = 0;
+    mirror_.send(skips_);
   }
 
  private:
   bool warned_ = false;
-  int64_t iterations_ = 0;
+  int64_t iterations_ = 0;  // since the last copy
+  at::Tensor skips_;
   HostMirror mirror_;
 };
 

@@ -71,8 +71,7 @@ inline void check_complete(const torch::optim::Optimizer& optimizer, const Optim
 
 // ---- Gradients that are divided before the step -------------------------------------------------
 
-/// Tells the scale where a graph may replay this step, and change the scale unseen. Called before
-/// the scale is asked what may be left out because of it. May be called twice.
+/// A graph may replay this step, and change the scale without the host. May be called twice.
 inline void expect_replays(torch::optim::Optimizer& optimizer, LossScale& scale) {
   const auto* const captured = dynamic_cast<CapturedStep*>(&optimizer);
   if (GraphBody::is_running() || (captured && captured->may_be_captured())) scale.expect_replays();
@@ -130,15 +129,9 @@ inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState
 // Note [A large scale and a clip]
 //
 // A fused step divides by one fp32 number, the scale times what a clip has left to it, which is the
-// norm of the scaled gradients over max_norm: more than fp32 may hold where the scale is large. So
-// where it may be above 2^32, gradients to be clipped are divided by the scale in the pass that
-// checks them, which costs nothing more, and the step divides by the rest. (Not fp16 gradients,
-// which that would ruin: they are too small for it to matter.)
-//
-// At a lower scale it takes gradients whose norm is above 2^96 max_norm. On the host the product is
-// looked at, and such gradients are divided as above, or the step skipped where some are fp16. On a
-// device, the check of the gradients looks at the product, too: if fp32 cannot hold it, the step is
-// skipped and the scale lowered, until it can.
+// norm over max_norm. If fp32 cannot hold the product, the gradients count as an overflow: the step
+// is skipped, and the scale backs off until fp32 can. On the host the product is looked at, on a
+// device the check of the gradients includes it.
 
 /// Whether the scale times `clip`, both on the host, is more than fp32 holds.
 inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
@@ -146,16 +139,6 @@ inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
   const float one = *scale.scale().const_data_ptr<float>();
   const float other = *clip.number.const_data_ptr<float>();
   return std::isfinite(one) && std::isfinite(other) && !std::isfinite(one * other);
-}
-
-/// Whether gradients are to be divided before a fused step, since the scale times `clip` may be
-/// more than fp32 holds.
-inline bool divides_before_clipped_step(LossScale& scale, const Divisor& clip,
-                                        const torch::optim::Optimizer& optimizer) {
-  if (!clip.defined()) return false;
-  constexpr double largest_safe_scale = 0x1p32;
-  return (scale.may_exceed(largest_safe_scale) || product_overflows(scale, clip)) &&
-         !has_half_gradients(optimizer);
 }
 
 /// The divisor, where it has to be checked: on the host product_overflows() tells.
@@ -242,10 +225,7 @@ inline StepDivisor prepare_gradients(torch::optim::Optimizer& optimizer, bool fu
   const bool is_unscaled = state.stage == OptimizerState::Stage::unscaled;
   const bool recheck = scale.options().recheck;
   if (fused && !is_unscaled && !recheck) {
-    const Divisor clip = deferred_divisor_of(optimizer);
-    if (!divides_before_clipped_step(scale, clip, optimizer)) {
-      return check_before_fused_step(optimizer, clip, state, scale);
-    }
+    return check_before_fused_step(optimizer, deferred_divisor_of(optimizer), state, scale);
   }
   if (!is_unscaled) state = unscale_gradients(optimizer, scale, "GradScaler::step");
   if (recheck) recheck_gradients(optimizer, state);

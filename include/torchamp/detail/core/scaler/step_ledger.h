@@ -45,7 +45,7 @@ namespace torchamp::detail {
 // afterwards is stepped with (but see GradScalerOptions::recheck). A skipped step leaves the other
 // gradients unscaled. With a ScaledStep optimizer that is "ready", the gradients are only checked
 // and the division is left to the optimizer. Below a scale of 1, dividing may turn a finite
-// gradient into an inf, which is looked for, too; see Note [A scale below 1].
+// gradient into an inf, so the quotients are checked, too; see LossScale::may_be_below_one().
 
 /// What a StepResult answers from; shared by its copies. At first, that of a disabled scaler.
 struct StepRecord {

@@ -26,7 +26,6 @@
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/detail/extras/graph/body_trace.h"
-#include "torchamp/detail/extras/graph/captured_scale.h"
 #include "torchamp/detail/extras/graph/graph_work.h"
 #include "torchamp/detail/extras/graph/iteration.h"
 #include "torchamp/detail/extras/graph/recorder.h"
@@ -226,8 +225,7 @@ inline void CapturedIteration::replay() {
 }
 
 inline void CapturedIteration::call_body(bool in_capture) {
-  static const FollowsReplays follower;
-  GraphBody body(&follower);
+  GraphBody body;
   body.may_refuse = work_.when_possible && !in_capture;
   SeenModels seen(work_.models);
   for (torch::optim::Optimizer& optimizer : work_.optimizers) {
