@@ -31,10 +31,10 @@ inline std::vector<LoggedStep> read_log(const std::filesystem::path& path) {
   std::ifstream file(path);
   std::string line;
   check(file && std::getline(file, line), "cannot be read, or is empty");
-  constexpr std::string_view head = "step,loss,scale,skips,norm,time";
+  constexpr std::string_view head = "step,loss,scale,skipped,norm,time";
   check(line == head, "does not begin with '" + std::string(head) + "'");
   std::vector<LoggedStep> steps;
-  double skips = 0., time = 0.;  // since the TrainingStep was made
+  double time = 0.;  // since the TrainingStep was made
   while (std::getline(file, line)) {
     std::vector<double> numbers;
     for (std::size_t begin = 0; begin <= line.size();) {
@@ -48,15 +48,15 @@ inline std::vector<LoggedStep> read_log(const std::filesystem::path& path) {
     }
     if (numbers.size() != 6 && file.eof()) break;  // the run is still writing it, or was killed
     check(numbers.size() == 6, "has '" + line + "' for the six numbers of a step");
-    if (numbers[5] < time) skips = time = 0.;  // of another TrainingStep
+    if (numbers[5] < time) time = 0.;  // of another TrainingStep
     while (!steps.empty() && steps.back().step >= numbers[0]) steps.pop_back();
     steps.push_back({.step = numbers[0],
                      .loss = numbers[1],
                      .scale = numbers[2],
-                     .skipped = numbers[3] > skips,
+                     .skipped = numbers[3] != 0.,
                      .norm = numbers[4],
                      .seconds = numbers[5] - time});
-    skips = numbers[3], time = numbers[5];
+    time = numbers[5];
   }
   check(!steps.empty(), "has no steps yet");
   return steps;

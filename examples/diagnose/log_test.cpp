@@ -23,11 +23,11 @@ std::vector<LoggedStep> read(const std::string& text) {
   return read_log(folder.path() / "run.csv");
 }
 
-const std::string head = "step,loss,scale,skips,norm,time\n";
+const std::string head = "step,loss,scale,skipped,norm,time\n";
 
 TEST(ReadLog, TellsWhichStepsWereSkippedAndWhatEachTook) {
   const auto steps =
-      read(head + "1,0.5,65536,0,2.5,0.25\n2,inf,65536,1,nan,1\n3,0.25,32768,1,,3\n");
+      read(head + "1,0.5,65536,0,2.5,0.25\n2,inf,65536,1,nan,1\n3,0.25,32768,0,,3\n");
   ASSERT_EQ(steps.size(), 3);
   EXPECT_EQ(steps[0].step, 1.);
   EXPECT_EQ(steps[0].loss, 0.5);
@@ -45,7 +45,7 @@ TEST(ReadLog, TellsWhichStepsWereSkippedAndWhatEachTook) {
 
 TEST(ReadLog, TakesTheLastOfStepsThatWereMadeAgain) {
   const auto steps =
-      read(head + "1,1,8,0,,5\n2,2,8,1,,6\n3,3,4,1,,7\n2,20,8,1,,0.5\n3,30,4,1,,1\n");
+      read(head + "1,1,8,0,,5\n2,2,8,1,,6\n3,3,4,0,,7\n2,20,8,1,,0.5\n3,30,4,0,,1\n");
   ASSERT_EQ(steps.size(), 3);
   EXPECT_EQ(steps[1].loss, 20.);
   EXPECT_TRUE(steps[1].skipped) << "the first of the second run";
@@ -64,7 +64,7 @@ TEST(ReadLog, NamesTheFileAndWhatIsWrongInIt) {
                                          testing::AllOf(HasSubstr("run.csv"), HasSubstr(what))));
   };
   says("", "is empty");
-  says("a,b\n", "does not begin with 'step,loss,scale,skips,norm,time'");
+  says("a,b\n", "does not begin with 'step,loss,scale,skipped,norm,time'");
   says(head, "has no steps yet");
   says(head + "1,1,8,0,,5\n2,2\n3,1,8,0,,5\n", "has '2,2' for the six numbers of a step");
   says(head + "1,x,8,0,,5\n", "has 'x' for a number");

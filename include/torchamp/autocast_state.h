@@ -118,8 +118,9 @@ class AutocastStateGuard {
 
   ~AutocastStateGuard() {
     if (!policy_scope_.end_of("~AutocastStateGuard")) return;
-    if (nesting_.leave("~AutocastStateGuard") == 0) at::autocast::clear_cache();
+    if (nesting_.leave() == 0) at::autocast::clear_cache();
     apply(before_);
+    nesting_.warn_of_order("~AutocastStateGuard");
   }
 
  private:

@@ -64,8 +64,9 @@ class EmptyCastCache {
 //  - at the end of the outermost guard, as by torch.autocast: AutocastRegion, AutocastStateGuard;
 //  - at both ends of a guard whose dtype is not that around it: by these two as well. An outermost
 //    AutocastRegion does so at its end alone, because the last one has left the cache empty;
-//  - where weights are written: DropWeightCasts, for a step, after it and whatever it throws; the
-//    functions below, for the program; custom functions that write in place;
+//  - where weights are written: DropWeightCasts, for a step, after it and whatever it throws; ops
+//    in place of the program within a region, see Note [Writes in a region]; the functions below,
+//    for the program; custom functions that write in place;
 //  - where casts belong to one autograd graph or capture and to no other: EmptyCastCache, at both
 //    ends.
 // A NoCastCache bypasses it instead, where other threads' casts must stay. torchamp's own cache
@@ -131,9 +132,9 @@ inline constexpr WeightCache WeightCache::region{detail::WeightKeep::Until::regi
                                                  detail::CastsBy::store};
 
 /// Drops all cached casts of weights: LibTorch's, and those of torchamp's own cache. Call it after
-/// an in-place write to a weight inside a region, such as a plain optimizer's own step (steps of a
-/// GradScaler or of a fused optimizer need no call): LibTorch's cache would return the cast of the
-/// old values. All threads share the caches; any thread may call this at any time.
+/// a write to a weight inside a region through a pointer, by set_data() or by a custom op:
+/// LibTorch's cache would return the cast of the old values. Steps of optimizers and LibTorch's ops
+/// in place need no call. All threads share the caches; any thread may call this at any time.
 inline void clear_weight_cache() {
   at::autocast::clear_cache();
   if (auto* const kept = detail::kept_weights()) kept->clear();

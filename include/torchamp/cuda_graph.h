@@ -147,7 +147,7 @@ class CudaGraph {
   /// on the parameters' device, of the same shapes and dtypes in each call (or see `shapes`); the
   /// body gets copies laid out as the first ones. Returns what the body returned, detached; the
   /// next call overwrites it, so clone() what you keep.
-  const Tensors& operator()(const Tensors& batch) { return run(batch, {}); }
+  const Tensors& operator()(const Tensors& batch) { return run(batch, {}).tensors; }
 
   /// Whether the next call with inputs of the latest shapes and dtypes replays, if nothing changes
   /// before that a graph does not hold.
@@ -157,12 +157,12 @@ class CudaGraph {
   void reset() {
     latest_ = nullptr;
     iterations_.clear();
-    work_.outputs.clear();
+    work_.outputs = {};
     work_.warned = false;
   }
 
   /// For the library's own headers: a call of a TrainingStep.
-  const Tensors& run(const Tensors& batch, const detail::CapturedCall& call);
+  const detail::BodyResult& run(const Tensors& batch, const detail::CapturedCall& call);
 
   /// For the library's own headers: calls `work` on the stream of the graphs.
   void run_eagerly(const std::function<void()>& work) { recorder_ ? recorder_->run(work) : work(); }
@@ -174,7 +174,7 @@ class CudaGraph {
 
   /// For the library's own tests: records with the result of `make_recorder`.
   template <class MakeRecorder>
-  CudaGraph(Optimizers optimizers, std::function<Tensors(const Tensors&)> body,
+  CudaGraph(Optimizers optimizers, std::function<detail::BodyResult(const Tensors&)> body,
             CudaGraphOptions options, MakeRecorder make_recorder)
       : options_(std::move(options)),
         work_{.optimizers = std::move(optimizers),
@@ -209,19 +209,21 @@ class CudaGraph {
  private:
   /// Wraps any body as one that returns a vector.
   template <class Body>
-  static std::function<Tensors(const Tensors&)> wrap(Body body) {
+  static std::function<detail::BodyResult(const Tensors&)> wrap(Body body) {
     using Result = std::invoke_result_t<Body&, const Tensors&>;
-    return [body = std::move(body)](const Tensors& batch) mutable -> Tensors {
+    return [body = std::move(body)](const Tensors& batch) mutable -> detail::BodyResult {
       if constexpr (std::is_void_v<Result>) {
         body(batch);
         return {};
       } else if constexpr (std::convertible_to<Result, at::Tensor>) {
-        return {body(batch)};
+        return Tensors{body(batch)};
+      } else if constexpr (std::same_as<Result, detail::BodyResult>) {
+        return body(batch);
       } else {
         static_assert(std::convertible_to<Result, Tensors>,
                       "the body of a CudaGraph returns an at::Tensor, a std::vector<at::Tensor>, "
                       "or nothing");
-        return body(batch);
+        return Tensors(body(batch));
       }
     };
   }
@@ -246,7 +248,7 @@ class CudaGraph {
   int64_t now_ = 0;            // calls
 };
 
-inline const CudaGraph::Tensors& CudaGraph::run(const Tensors& batch,
+inline const detail::BodyResult& CudaGraph::run(const Tensors& batch,
                                                 const detail::CapturedCall& call) {
   if (!recorder_) {
     work_.call(options_.enabled && device_ ? detail::inputs_on(*device_, batch) : batch);

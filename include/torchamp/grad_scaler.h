@@ -243,6 +243,10 @@ struct ScalerParts {
   static StepResult result(std::shared_ptr<StepRecord> record) {
     return StepResult(std::move(record));
   }
+  /// A copy of a result that does not share the answers.
+  static StepResult with_own_answers(const StepResult& of) {
+    return result(std::make_shared<StepRecord>(*of.record_));
+  }
   /// What a disabled scaler's step returns.
   static StepResult unscaled_result(at::Tensor value) {
     auto record = std::make_shared<StepRecord>();

@@ -6,6 +6,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>
+#include <torch/csrc/jit/api/module.h>
 #include <torch/nn/module.h>
 #include <torch/optim/optimizer.h>
 #include <torch/optim/schedulers/lr_scheduler.h>
@@ -28,6 +29,7 @@
 #include "torchamp/detail/extras/io/archives.h"
 #include "torchamp/detail/extras/io/checkpoint_values.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
+#include "torchamp/detail/extras/shared/script_module.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 
@@ -55,9 +57,13 @@ class TrainingCheckpoint {
   /// Stores the file's name; does not open it.
   explicit TrainingCheckpoint(std::filesystem::path path) : path_(std::move(path)) {}
 
-  /// Adds an object under a unique name: a module holder, a torch::optim::Optimizer, anything with
-  /// save(OutputArchive&) and load(InputArchive&) (GradScaler, MasterWeights), a tensor, a number,
-  /// a bool, a string or LibTorch's StepLR. With MasterWeights, do not add the model.
+  /// Adds an object under a unique name: a module or its holder, a torch::jit::Module, a
+  /// torch::optim::Optimizer, a TrainingStep, anything with save(OutputArchive&) and
+  /// load(InputArchive&) (GradScaler, MasterWeights), a tensor, a std::vector of tensors, a number,
+  /// a bool, a string or LibTorch's StepLR. With MasterWeights, do not add the model. A
+  /// TrainingStep adds its model or masters, optimizer, scaler, scheduler and number of steps under
+  /// names that begin with `name` and a dot. A vector of tensors must have as many in the file as
+  /// here, unless it is empty here.
   ///
   /// An optimizer's options are also loaded, even when an AdamW reads an Adam's file, which
   /// LibTorch writes alike. Learning rates belong to the optimizer: add it with its scheduler,
@@ -132,8 +138,11 @@ class TrainingCheckpoint {
   /// Returns the id of the file last saved or loaded, which differs between any two files.
   int64_t file_id() const { return file_id_; }
 
-  /// For the library's own headers: a TrainingStep has added its objects.
-  void note_step() { is_of_step_ = true; }
+  /// For the library's own headers: a TrainingStep has added its objects, with names that begin
+  /// with `prefix`. `check(call)` throws if the step may not be saved or loaded now.
+  void note_step(std::function<void(const std::string&)> check, std::string prefix = {}) {
+    steps_.push_back({std::move(prefix), std::move(check)});
+  }
 
  private:
   struct Entry {
@@ -158,6 +167,26 @@ class TrainingCheckpoint {
     bool is_local = false;
   };
   using Undo = std::vector<std::function<void()>>;
+  /// A TrainingStep: see note_step().
+  struct Step {
+    std::string prefix;
+    std::function<void(const std::string&)> check;
+  };
+  /// Adds the objects of a TrainingStep.
+  struct PartsOfStep {
+    template <class T>
+    PartsOfStep& add(const std::string& name, T& object) {
+      checkpoint.add_to(prefix + name, object, is_local);
+      return *this;
+    }
+    void note_step(std::function<void(const std::string&)> check) {
+      checkpoint.note_step(std::move(check), prefix);
+    }
+
+    TrainingCheckpoint& checkpoint;
+    std::string prefix;
+    bool is_local;
+  };
 
   template <class T>
   void add_to(std::string name, T& object, bool is_local);
@@ -174,10 +203,11 @@ class TrainingCheckpoint {
   bool load_parts(std::optional<int64_t> rank, int64_t processes);
   void begin_iterations() const;
   bool has(std::string_view name) const;
+  bool is_of_step(const std::string& name) const;
   void check_entries_of_step(torch::serialize::InputArchive& shared) const;
 
   std::filesystem::path path_;
-  bool is_of_step_ = false;
+  std::vector<Step> steps_;
   std::vector<Entry> entries_;
   mutable int64_t file_id_ = 0;
 };
@@ -194,8 +224,9 @@ template <class T>
 void TrainingCheckpoint::fill_value(Entry& entry, T& object) {
   static_assert(
       std::is_same_v<T, at::Tensor> || std::is_arithmetic_v<T> || std::is_same_v<T, std::string>,
-      "TrainingCheckpoint::add takes module holders, optimizers, what has "
-      "save(OutputArchive&) and load(InputArchive&), tensors, numbers and strings");
+      "TrainingCheckpoint::add takes modules, module holders, optimizers, a TrainingStep, what has "
+      "save(OutputArchive&) and load(InputArchive&), tensors, vectors of tensors, numbers and "
+      "strings");
   entry.save = [&object](torch::serialize::OutputArchive& archive) {
     archive.write("value", detail::to_ivalue(object));
   };
@@ -214,6 +245,17 @@ void TrainingCheckpoint::add_to(std::string name, T& object, bool is_local) {
   Entry entry{.name = std::move(name), .save = {}, .load = {}, .is_local = is_local};
   if constexpr (std::derived_from<T, torch::optim::Optimizer>) {
     fill(entry, object);
+  } else if constexpr (std::is_same_v<T, torch::jit::Module>) {
+    auto module = detail::ScriptModule::of(object);
+    entry.save = [module](OutputArchive& archive) { module->save(archive); };
+    entry.load = [module](InputArchive& archive, int64_t) { load_module(*module, archive); };
+    entry.hold = [module] { return detail::hold_module(*module); };
+  } else if constexpr (std::is_same_v<T, std::vector<at::Tensor>>) {
+    entry.save = [&object](OutputArchive& archive) { detail::write_tensors(object, archive); };
+    entry.load = [&object](InputArchive& archive, int64_t version) {
+      detail::read_tensors(archive, object, version);
+    };
+    entry.keep = [&object] { return detail::undo_of(object); };
   } else if constexpr (requires(OutputArchive & out, InputArchive & in) {
                          object->save(out);
                          object->load(in);
@@ -256,6 +298,10 @@ void TrainingCheckpoint::add_to(std::string name, T& object, bool is_local) {
         "TrainingCheckpoint::add cannot read LibTorch's ReduceLROnPlateauScheduler, which "
         "hides its state: write a scheduler of your own, with save(OutputArchive&) and "
         "load(InputArchive&)");
+  } else if constexpr (requires(PartsOfStep & parts) { object.add_to(parts); }) {
+    PartsOfStep parts{*this, entry.name + '.', is_local};
+    object.add_to(parts);
+    return;
   } else {
     fill_value(entry, object);
   }

@@ -5,11 +5,12 @@
 /// @brief TrainingStepOptions::log: a file with a line for each step.
 ///
 /// With this header a TrainingStep takes `.log = "run.csv"`. The file begins with the line
-/// `step,loss,scale,skips,norm,time`. Each step adds a line: its number, the loss (of the window's
-/// last micro-batch), its scale, the number of skipped steps so far, the norm before clipping
+/// `step,loss,scale,skipped,norm,time`. Each step adds a line: its number, the loss (of the window's
+/// last micro-batch), its scale, 1 if the step was skipped and else 0, the norm before clipping
 /// (empty without max_grad_norm), and the seconds since construction. An existing file is appended
 /// to. A device's values are written some steps later, when they have arrived on the host, so
-/// nothing waits for them; finish() and the destructor write the rest.
+/// nothing waits for them; finish() and the destructor write the rest. If a line cannot be written
+/// (the disk is full), training goes on: the log warns, and writes the line with a later one.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
@@ -18,19 +19,25 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <algorithm>
 #include <array>
 #include <chrono>
 #include <cstdint>
 #include <deque>
+#include <filesystem>
 #include <fstream>
+#include <iomanip>
 #include <locale>
 #include <memory>
 #include <optional>
+#include <sstream>
 #include <string>
+#include <system_error>
 #include <utility>
 #include <vector>
 
 #include "torchamp/detail/core/base/device_work.h"
+#include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/extras/training/parts.h"
 #include "torchamp/training_result.h"
@@ -41,11 +48,10 @@ namespace torchamp::detail {
 /// A CSV file of steps.
 class CsvStepLog final : public StepLog {
  public:
-  explicit CsvStepLog(const std::string& path) : path_(path), file_(path, std::ios::app) {
-    TORCH_CHECK(file_, "TrainingStep: cannot write the log '", path, "'.");
-    file_.imbue(std::locale::classic());  // whatever the program's is
-    if (file_.tellp() == 0) file_ << "step,loss,scale,skips,norm,time\n";
-    file_.precision(9);
+  explicit CsvStepLog(const std::string& path) : path_(path) {
+    text_ = is_empty() ? "step,loss,scale,skipped,norm,time\n" : has_partial_line() ? "\n" : "";
+    open();
+    TORCH_CHECK(file_ && append(), "TrainingStep: cannot write the log '", path, "'.");
   }
   ~CsvStepLog() override {
     try {
@@ -57,6 +63,8 @@ class CsvStepLog final : public StepLog {
   void add(std::int64_t step, const TrainingResult& result) override {
     const InternalOps guard;
     Line line{.step = step, .seconds = seconds()};
+    const auto& made = result.step_result();
+    line.has_gradients = !made || made->had_gradients();
     const std::array<at::Tensor, 4> given{result.loss_tensor(), result.scale_tensor(),
                                           result.found_inf(), result.norm_tensor()};
     std::vector<at::Tensor> numbers;
@@ -64,16 +72,18 @@ class CsvStepLog final : public StepLog {
     for (const at::Tensor& one : given) {
       if (one.defined() && device.is_cpu()) device = one.device();
     }
+    const bool has_fp64 = facts_of(device.type()).fp64 == DeviceFacts::Fp64::yes;
+    const auto options = at::TensorOptions(device).dtype(has_fp64 ? at::kDouble : at::kFloat);
     for (std::size_t i = 0; i < given.size(); ++i) {
-      line.has[i] = given[i].defined();
-      const auto options = at::TensorOptions(device).dtype(at::kFloat);
-      numbers.push_back(line.has[i] ? to_device_async(device, given[i].reshape({}).to(at::kFloat))
-                                    : at::full({}, i == 1 ? 1. : 0., options));
+      line.digits[i] = !given[i].defined() ? 0 : given[i].scalar_type() == at::kDouble ? 17 : 9;
+      numbers.push_back(line.digits[i] > 0
+                            ? to_device_async(device, given[i].reshape({})).to(options)
+                            : at::full({}, i == 1 ? 1. : 0., options));
     }
     const at::Tensor all = at::stack(numbers);
     line.numbers = all;
     if (!device.is_cpu()) {
-      line.numbers = copy_target(device, all.sizes());
+      line.numbers = copy_target(device, all.sizes(), all.scalar_type());
       line.numbers.copy_(all, /*non_blocking=*/true);
       const c10::impl::VirtualGuardImpl backend(device.type());
       line.arrived.emplace(device.type());
@@ -83,16 +93,14 @@ class CsvStepLog final : public StepLog {
     write(/*waits=*/false);
   }
 
-  void flush() override {
-    write(/*waits=*/true);
-    TORCH_CHECK(file_, "TrainingStep: cannot write the log '", path_, "'.");
-  }
+  void flush() override { write(/*waits=*/true); }
 
  private:
   struct Line {
     std::int64_t step;
     double seconds;
-    std::array<bool, 4> has{};  // of loss, scale, overflow flag, norm
+    bool has_gradients = true;
+    std::array<int, 4> digits{};  // of loss, scale, overflow flag, norm; 0: there is none
     at::Tensor numbers{};
     std::optional<c10::Event> arrived{};  // of a device
   };
@@ -107,23 +115,72 @@ class CsvStepLog final : public StepLog {
       const Line& line = lines_.front();
       if (line.arrived) {
         if (waits) line.arrived->synchronize();
-        if (!line.arrived->query()) return;
+        if (!line.arrived->query()) break;
       }
-      const auto* const numbers = line.numbers.const_data_ptr<float>();
-      if (numbers[2] != 0.F) ++skips_;
-      file_ << line.step << ',';
-      if (line.has[0]) file_ << numbers[0];
-      file_ << ',' << numbers[1] << ',' << skips_ << ',';
-      if (line.has[3]) file_ << numbers[3];
-      file_ << ',' << line.seconds << std::endl;  // flushes whole lines for readers
+      add_text(line);
+    }
+    if (append()) {
+      warned_ = false;
+    } else if (!std::exchange(warned_, true)) {
+      TORCH_WARN("TrainingStep: cannot write the log '", path_,
+                 "'. Training goes on, and later steps write the missing lines. Free some space "
+                 "on the disk.");
     }
   }
 
+  void add_text(const Line& line) {
+    std::ostringstream text;
+    text.imbue(std::locale::classic());  // whatever the program's is
+    const at::Tensor numbers = line.numbers.to(at::kDouble);
+    const auto* const values = numbers.const_data_ptr<double>();
+    const auto print = [&](std::size_t i) {
+      text << std::setprecision(std::max(line.digits[i], 9)) << values[i];
+    };
+    text << line.step << ',';
+    if (line.digits[0] > 0) print(0);
+    text << ',';
+    print(1);
+    text << ',' << (values[2] != 0. || !line.has_gradients) << ',';
+    if (line.digits[3] > 0) print(3);
+    text << ',' << std::setprecision(9) << line.seconds << '\n';
+    text_ += text.str();
+  }
+
+  void open() { file_.open(path_, std::ios::app | std::ios::binary); }
+
+  /// Writes the text. If the disk refuses part of it, the file stays as it is.
+  bool append() {
+    if (text_.empty()) return true;
+    std::error_code failure;
+    const std::uintmax_t before = std::filesystem::file_size(path_, failure);
+    if (!file_.is_open()) open();
+    if (file_ << text_ << std::flush) {
+      text_.clear();
+      return true;
+    }
+    file_.close();
+    file_.clear();
+    if (!failure) std::filesystem::resize_file(path_, before, failure);
+    return false;
+  }
+
+  bool is_empty() const {
+    std::error_code missing;
+    const std::uintmax_t size = std::filesystem::file_size(path_, missing);
+    return missing || size == 0;
+  }
+  /// Whether the last line lacks its end, as after a crash. (Of a file, not of a pipe.)
+  bool has_partial_line() const {
+    std::ifstream file(path_, std::ios::binary);
+    return file.seekg(-1, std::ios::end) && file.get() != '\n';
+  }
+
   std::string path_;
-  std::ofstream file_;
+  std::ofstream file_;  // closed after a failure
+  std::string text_;    // lines that are not written yet
+  bool warned_ = false;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   std::deque<Line> lines_;
-  std::int64_t skips_ = 0;
 };
 
 template <>

@@ -36,15 +36,11 @@ class TrainingResult {
 
   /// Whether this was the last micro-batch of a window, so that a step was taken or skipped. Never
   /// synchronises.
-  bool ended_window() const { return ended_window_; }
+  bool ended_window() const { return step_.has_value(); }
 
-  /// Whether the optimizer stepped; false within a window, and if a gradient held an inf or a NaN.
-  /// Synchronises like StepResult::stepped().
-  bool stepped() const {
-    if (step_) return step_->stepped();
-    if (!ended_window_) return false;
-    return !found_inf_.defined() || found_inf_.item<float>() == 0.F;
-  }
+  /// Whether the optimizer stepped; false within a window, if a gradient held an inf or a NaN, and
+  /// if there was no gradient. Synchronises like StepResult::stepped().
+  bool stepped() const { return step_ && step_->stepped(); }
   /// The same as stepped().
   explicit operator bool() const { return stepped(); }
 
@@ -68,15 +64,14 @@ class TrainingResult {
     TORCH_CHECK(ended_window(),
                 "TrainingResult::scale: the window has not ended, so there was no step. Ask the "
                 "TrainingStep's scaler().get_scale().");
-    if (step_) return step_->scale();
-    return scale_.defined() ? scale_.item<double>() : 1.;
+    return step_->scale();
   }
 
-  /// The result of GradScaler::step; none within a window, and with `.capture`.
+  /// The result of GradScaler::step; none within a window.
   const std::optional<StepResult>& step_result() const { return step_; }
 
   /// The overflow flag on its device, as StepResult::found_inf(). Never synchronises.
-  at::Tensor found_inf() const { return step_ ? step_->found_inf() : found_inf_; }
+  at::Tensor found_inf() const { return step_ ? step_->found_inf() : at::Tensor(); }
 
   /// The scale of the gradients on its device: defined with `.capture` or `.log`, and an enabled
   /// scaler. Never synchronises.
@@ -88,21 +83,16 @@ class TrainingResult {
       : loss_(std::move(loss)),
         norm_(std::move(norm)),
         scale_(std::move(scale)),
-        step_(std::move(step)),
-        ended_window_(step_.has_value()) {}
-  /// Of an iteration that was replayed, or may be: all that is known are the tensors, of which a
-  /// disabled scaler leaves the last two undefined.
-  static TrainingResult of_replay(at::Tensor loss, at::Tensor norm, at::Tensor scale,
-                                  at::Tensor found_inf) {
-    TrainingResult result(std::move(loss), std::nullopt, std::move(norm), std::move(scale));
-    result.found_inf_ = std::move(found_inf);
-    result.ended_window_ = true;
+        step_(std::move(step)) {}
+  /// A result that shares the tensors, which replays of a graph fill again, and no answers.
+  TrainingResult with_own_answers() const {
+    TrainingResult result = *this;
+    if (step_) result.step_ = detail::ScalerParts::with_own_answers(*step_);
     return result;
   }
 
-  at::Tensor loss_, norm_, scale_, found_inf_;
+  at::Tensor loss_, norm_, scale_;
   std::optional<StepResult> step_;
-  bool ended_window_;
 };
 
 }  // namespace TORCHAMP_NAMESPACE

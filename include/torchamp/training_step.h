@@ -116,7 +116,7 @@ class TrainingStep {
   /// Inputs of an iteration that can be captured.
   using Tensors = detail::Tensors;
 
-  /// `model`: a module, a pointer to one or a holder.
+  /// `model`: a module, a pointer to one, a holder, or a torch::jit::Module.
   TrainingStep(const detail::Model& model, torch::optim::Optimizer& optimizer,
                TrainingStepOptions options = {})
       : TrainingStep(model, std::move(options), /*makes=*/false, [&](const NamedParameters&) {
@@ -156,7 +156,8 @@ class TrainingStep {
     static_assert(
         detail::is_never<Model>,
         "TrainingStep: the first argument is the model (a torch::nn module, a std::shared_ptr to "
-        "one, or its holder), the second the optimizer: TrainingStep train(model, optimizer)");
+        "one, its holder, or a torch::jit::Module), the second the optimizer: TrainingStep "
+        "train(model, optimizer)");
   }
 
   TrainingStep(const TrainingStep&) = delete;
@@ -164,8 +165,9 @@ class TrainingStep {
   /// Warns if a window is open: call finish() first.
   ~TrainingStep() {
     if (pending() == 0) return;
-    detail::warn("TrainingStep: destroyed with ", pending(), " of ", micro_batches_,
-                 " micro-batches pending: their gradients are lost. Call finish() first.");
+    detail::warn_in_destructor(
+        {"TrainingStep: destroyed with ", pending(), " of ", micro_batches_,
+         " micro-batches pending: their gradients are lost. Call finish() first."});
     accumulation_->discard();
   }
 
@@ -258,14 +260,15 @@ class TrainingStep {
     return group_ ? group_->load(checkpoint) : checkpoint.load();
   }
   /// Adds the same to your own checkpoint, as "model", "optimizer", "scaler", "scheduler" and
-  /// "steps". Save and load it between windows.
+  /// "steps"; `checkpoint.add("train", train)` adds them as "train.model" and so on. Its save() and
+  /// load() are an error within a window.
   template <class Checkpoint>
   void add_to(Checkpoint& checkpoint) {
     masters_ ? checkpoint.add("model", *masters_) : checkpoint.add("model", *model_);
     checkpoint.add("optimizer", *optimizer_).add("scaler", *scaler_);
     if (scheduler_) scheduler_->add_to(checkpoint);
     checkpoint.add("steps", steps_);
-    checkpoint.note_step();
+    checkpoint.note_step([this](const std::string& call) { check_between_windows(call); });
   }
 
   /// The scaler.
@@ -302,12 +305,16 @@ class TrainingStep {
     static_assert(
         requires { sizeof(Checkpoint); },
         "TrainingStep: include torchamp/training_checkpoint.h to write and read files.");
-    TORCH_CHECK(pending() == 0, "TrainingStep::", call, ": ", pending(), " of ", micro_batches_,
-                " micro-batches are pending, and a file does not hold their gradients. Call "
-                "finish() first, or call this after the last micro-batch of a window.");
+    check_between_windows(std::string("TrainingStep::") + call);
     Checkpoint checkpoint(path);
     add_to(checkpoint);
     return checkpoint;
+  }
+
+  void check_between_windows(const std::string& call) const {
+    TORCH_CHECK(pending() == 0, call, ": ", pending(), " of ", micro_batches_,
+                " micro-batches are pending, and a file does not hold their gradients. Call "
+                "finish() first, or call this after the last micro-batch of a window.");
   }
 
   template <class Loss>

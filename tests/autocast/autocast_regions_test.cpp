@@ -148,6 +148,32 @@ TEST(AutocastGuard, RegionsThatEndOutOfOrderRestoreWhatEachFoundWithAWarning) {
   EXPECT_EQ(ThreadState(), before);
 }
 
+TEST(AutocastGuard, RestoresTheStateBeforeAWarningThatThrows) {
+  const ThrownWarnings throws;
+  const ThreadState before;
+  std::optional<AutocastGuard> first(std::in_place, at::kCPU, at::kHalf);
+  std::optional<AutocastGuard> second(std::in_place, at::kCPU,
+                                      torchamp::AutocastOptions{.policy = Policy::torch()});
+  first.reset();  // out of order, so it warns
+  EXPECT_EQ(ThreadState(), before);
+  second.reset();
+  EXPECT_EQ(at::autocast::get_autocast_dtype(at::kCPU), at::kHalf) << "what the second found";
+  at::autocast::set_autocast_enabled(at::kCPU, false);
+  at::autocast::set_autocast_dtype(at::kCPU, at::kBFloat16);
+  c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(nullptr);
+  torch::jit::setGraphExecutorOptimize(true);
+  EXPECT_EQ(ThreadState(), before);
+}
+
+TEST(AutocastGuard, EndsOnAnotherThreadWithAWarningThatThrows) {
+  const ThreadState before;
+  std::optional<AutocastGuard> guard;
+  std::thread([&] { guard.emplace(at::kCPU); }).join();
+  const ThrownWarnings throws;
+  guard.reset();
+  EXPECT_EQ(ThreadState(), before);
+}
+
 TEST(AutocastGuard, AnotherThreadIsNotAffected) {
   const AutocastGuard autocast(at::kCPU);
   std::thread([] {

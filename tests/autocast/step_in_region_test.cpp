@@ -145,6 +145,79 @@ INSTANTIATE_TEST_SUITE_P(, GuardAroundAll,
                                            Steps::disabled_scaler, Steps::fused_alone),
                          [](const auto& tested) { return name(tested.param); });
 
+/// Trains a small network with an optimizer of LibTorch, and returns the last loss.
+template <class Optimizer, class Options>
+float loss_after_training(bool whole, const Options& options) {
+  torch::manual_seed(1);
+  torch::nn::Sequential net(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3)), torch::nn::ReLU(),
+                            torch::nn::Flatten(), torch::nn::Linear(8 * 36, 10));
+  Optimizer optimizer(net->parameters(), options);
+  const at::Tensor x = torch::randn({16, 3, 8, 8}), y = torch::randint(10, {16});
+  std::optional<AutocastGuard> around;
+  if (whole) around.emplace(at::kCPU, at::kBFloat16);
+  at::Tensor loss;
+  for (int i = 0; i < 10; ++i) {
+    optimizer.zero_grad();
+    {
+      const AutocastGuard autocast(at::kCPU, at::kBFloat16);
+      loss = at::cross_entropy_loss(net->forward(x), y);
+    }
+    loss.backward();
+    optimizer.step();
+  }
+  return loss.item<float>();
+}
+
+TEST(StepInRegion, LibTorchsOptimizersTrainAsWithAGuardForEachForward) {
+  using namespace torch::optim;
+  const auto expect_equal = [](auto train) { EXPECT_EQ(train(true), train(false)); };
+  expect_equal([](bool whole) { return loss_after_training<SGD>(whole, SGDOptions(0.05)); });
+  expect_equal([](bool whole) {
+    return loss_after_training<SGD>(whole, SGDOptions(0.05).momentum(0.9).weight_decay(0.01));
+  });
+  expect_equal([](bool whole) { return loss_after_training<Adam>(whole, AdamOptions(1e-3)); });
+  expect_equal([](bool whole) { return loss_after_training<AdamW>(whole, AdamWOptions(1e-3)); });
+  expect_equal(
+      [](bool whole) { return loss_after_training<RMSprop>(whole, RMSpropOptions(1e-3)); });
+  expect_equal(
+      [](bool whole) { return loss_after_training<Adagrad>(whole, AdagradOptions(0.01)); });
+}
+
+TEST(StepInRegion, WritesByHandAreSeen) {
+  const std::vector<std::function<void(at::Tensor)>> writes{
+      [](at::Tensor w) { w.sub_(w.grad(), 0.5); },
+      [](at::Tensor w) { w.data().sub_(w.grad(), 0.5); },
+      [](at::Tensor w) { w.copy_(torch::full_like(w, 3.)); },
+      [](at::Tensor w) { w.mul_(2.); },
+      [](at::Tensor w) { w.clamp_(-0.5, 0.5); },
+      [](at::Tensor w) { w[1].fill_(5.); },
+      [](at::Tensor w) { w.index_put_({torch::tensor({1})}, torch::tensor(4.F)); },
+      [](at::Tensor w) { torch::nn::init::uniform_(w, 2., 3.); },
+      [](at::Tensor w) { at::_foreach_add_({w}, 1.); },
+      [](at::Tensor w) { at::_foreach_add_({w.data()}, {w.grad()}, -0.5); },
+  };
+  for (std::size_t i = 0; i < writes.size(); ++i) {
+    SCOPED_TRACE(i);
+    const at::Tensor weight = ones();
+    expect_seen(weight, [&](const at::Tensor& loss) {
+      loss.backward();
+      const at::NoGradGuard no_grad;
+      writes[i](weight);
+    });
+  }
+}
+
+TEST(StepInRegion, GradientsOfMicroBatchesLeaveTheCasts) {
+  const at::Tensor weight = ones();
+  const AutocastGuard autocast(at::kCPU, at::kBFloat16);
+  const auto cast = [&] { return at::autocast::cached_cast(at::kBFloat16, weight, at::kCPU); };
+  const at::Tensor first = cast();
+  for (int i = 0; i < 2; ++i) torch::ones({4, 4}).mm(weight).to(at::kFloat).sum().backward();
+  at::Tensor activation = torch::ones({4, 4}).mm(weight).to(at::kFloat);
+  activation.add_(1.);
+  EXPECT_TRUE(cast().is_same(first));
+}
+
 TEST(StepInRegion, EachEvaluationOfAClosureSeesTheWeightsOfTheLast) {
   for (const bool enabled : {false, true}) {
     const auto run = [enabled](bool whole) {

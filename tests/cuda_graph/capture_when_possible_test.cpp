@@ -89,6 +89,41 @@ TEST_P(CaptureWhenPossible, GoesOnWithNumbersThatTheHostChanges) {
   expect_said_once(warnings.text(), "aten::mul takes another number than in the call before");
 }
 
+TEST_P(CaptureWhenPossible, GoesOnWithinAWindowWhoseCaptureIsRefusedAfterItRan) {
+  for (const int changing : {0, 1, 2}) {  // the micro-batch with the number that changes
+    SCOPED_TRACE(changing);
+    const CollectedWarnings warnings;
+    StepTwins twins(GetParam(), when_possible, {.micro_batches = 3});
+    double weight = 1.;
+    for (int i = 0; i < 18; ++i) {
+      if (i % 3 == changing) weight *= 0.5;
+      const double factor = i % 3 == changing ? weight : 1.;
+      twins.step(batch(i), [&](Net& net, const Tensors& in) { return loss_of(net, in) * factor; });
+    }
+    EXPECT_EQ(twins.captured.train.steps(), 6);
+    expect_said_once(warnings.text(), "aten::mul takes another number than in the call before");
+    EXPECT_THAT(warnings.text(), ::testing::Not(HasSubstr("were written to or replaced")));
+  }
+}
+
+TEST_P(CaptureWhenPossible, TakesNoStepWithoutGradients) {
+  for (const int64_t micro_batches : {1, 2}) {
+    SCOPED_TRACE(micro_batches);
+    const CollectedWarnings warnings;
+    const at::Tensor reached = torch::ones({4}, here()).requires_grad_();
+    StepTwins twins(GetParam(), when_possible, {.micro_batches = micro_batches});
+    for (int i = 0; i < 12; ++i) {
+      const auto result = twins.step_captured(
+          batch(i), [&](Net&, const Tensors& in) { return (in[0].sum() * reached).mean(); });
+      EXPECT_FALSE(result.stepped()) << i;
+    }
+    EXPECT_LT(twins.calls, 12) << "the rest was replayed";
+    twins.step_captured(batch(0),
+                        [&](Net&, const Tensors& in) { return (in[0].sum() * reached).mean(); });
+    if (const auto last = twins.captured.train.finish()) EXPECT_FALSE(last->stepped());
+  }
+}
+
 TEST_P(CaptureWhenPossible, GoesOnWithRandomNumbersOfTheHost) {
   const CollectedWarnings warnings;
   StepTwins twins(GetParam(), when_possible);

@@ -44,6 +44,40 @@ TEST(AutocastGuard, RegionsThatEndOutOfOrderLeaveNoLevelOpen) {
   at::autocast::set_autocast_enabled(at::kCPU, false);  // what the inner one found
 }
 
+/// A rule whose regions end with a warning.
+struct UnusedRule : detail::OpRule {
+  struct Usage : detail::OpRuleUsage {
+    void passed_by(const c10::OperatorName&) override {}
+    void warn_if_unused() const override { TORCH_WARN("unused"); }
+  };
+  void prepare(const char*, const detail::PolicyData&, at::DeviceType,
+               at::ScalarType) const override {}
+  bool run(const c10::OperatorHandle&, at::DeviceType, torch::jit::Stack&,
+           detail::OpRuleUsage*) const override {
+    return false;
+  }
+  std::string why_not_op(std::string_view) const override { return {}; }
+  std::string text() const override { return "unused"; }
+  std::shared_ptr<detail::OpRuleUsage> make_usage(
+      const std::shared_ptr<detail::OpRuleUsage>&) const override {
+    return std::make_shared<Usage>();
+  }
+};
+
+TEST(AutocastGuard, TheWarningOfAnUnusedRuleMayThrow) {
+  const UnusedRule rule;
+  detail::ThreadPolicy policy;
+  detail::RegionListeners listeners;
+  listeners.begin(policy, &rule);
+  {
+    const CollectedWarnings warnings;
+    listeners.end_op_rule();
+    EXPECT_THAT(warnings.text(), HasSubstr("unused"));
+  }
+  const ThrownWarnings throws;
+  listeners.end_op_rule();
+}
+
 TEST(AutocastGuard, ASlotPushedInsideOutlivesTheRegion) {
   struct Info : c10::DebugInfoBase {};
   const auto kind = c10::DebugInfoKind::TEST_INFO;

@@ -3,9 +3,14 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#ifdef __linux__
+#include <sys/resource.h>
+#endif
 
 #include <algorithm>
+#include <csignal>
 #include <cstdint>
+#include <filesystem>
 #include <fstream>
 #include <iterator>
 #include <memory>
@@ -19,9 +24,11 @@
 #include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/graph_registry.h"
+#include "support/linux_only.h"
 #include "support/locales.h"
 #include "support/temporary_folder.h"
 #include "support/training_steps.h"
+#include "support/warnings.h"
 #include "torchamp/cuda_graph.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/torchamp.h"
@@ -566,12 +573,12 @@ TEST_P(LogOnDevice, HasALineForEachStepAndWaitsForNone) {
   std::ifstream file(path);
   std::string line;
   std::getline(file, line);
-  EXPECT_EQ(line, "step,loss,scale,skips,norm,time");
+  EXPECT_EQ(line, "step,loss,scale,skipped,norm,time");
   for (std::size_t i = 0; i < results.size(); ++i) {
     std::ostringstream begins;
     begins.precision(9);
     begins << i + 1 << ',' << results[i].loss_tensor().item<float>() << ',' << (i < 3 ? 64 : 32)
-           << ',' << (i < 2 ? 0 : 1) << ',' << results[i].norm_tensor().item<float>() << ',';
+           << ',' << (i == 2 ? 1 : 0) << ',' << results[i].norm_tensor().item<float>() << ',';
     std::getline(file, line);
     EXPECT_THAT(line, testing::StartsWith(begins.str()));
   }
@@ -626,6 +633,117 @@ TEST(TrainingStep, WithALogHasNoScaleOfAWindowThatFailed) {
   EXPECT_FALSE(part(false).scale_tensor().defined());
   EXPECT_EQ(part(false).scale_tensor().item<float>(), 8.F);
 }
+
+/// The lines of a file.
+std::vector<std::string> lines_of(const std::string& path) {
+  std::ifstream file(path);
+  std::vector<std::string> lines;
+  for (std::string line; std::getline(file, line);) lines.push_back(line);
+  return lines;
+}
+
+TEST(TrainingStep, LogsALossInFp64WithAllItsDigits) {
+  const TemporaryFolder folder;
+  const std::string path = (folder / "run.csv").string();
+  const at::Tensor weight = torch::ones({1}, at::kDouble).requires_grad_();
+  torch::nn::Module net;
+  net.register_parameter("weight", weight);
+  torch::optim::SGD optimizer(net.parameters(), 0.);
+  TrainingStep train(net, optimizer, {.dtype = at::kFloat, .log = path});
+  train([&] { return (net.parameters()[0] * 1e300).sum(); });
+  train([&] { return (net.parameters()[0] / 3.).sum(); });
+  EXPECT_THAT(lines_of(path)[1], testing::StartsWith("1,1e+300,1,"));
+  EXPECT_THAT(lines_of(path)[2], testing::StartsWith("2,0.33333333333333331,1,"));
+}
+
+TEST(TrainingStep, LogsStepsWithoutAGradientAsSkipped) {
+  const TemporaryFolder folder;
+  const std::string path = (folder / "run.csv").string();
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  const at::Tensor other = torch::ones({1}).requires_grad_();
+  TrainingStep train(net, optimizer, {.dtype = at::kFloat, .log = path});
+  const CollectedWarnings warnings;
+  EXPECT_FALSE(train([&] { return other.sum(); }).stepped());
+  EXPECT_THAT(lines_of(path)[1], testing::StartsWith("1,1,1,1,,"));
+}
+
+TEST(TrainingStep, EndsACutOffLineOfAnEarlierLog) {
+  const TemporaryFolder folder;
+  const std::string path = (folder / "run.csv").string();
+  std::ofstream(path) << "step,loss,scale,skipped,norm,time\n1,0.5,1";
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  TrainingStep train(net, optimizer, {.dtype = at::kFloat, .log = path});
+  train([&] { return loss_of(net, batch_of(at::kCPU, 1)); });
+  const auto lines = lines_of(path);
+  ASSERT_EQ(lines.size(), 3);
+  EXPECT_EQ(lines[1], "1,0.5,1");
+  EXPECT_THAT(lines[2], testing::StartsWith("1,"));
+}
+
+#ifdef __linux__
+
+/// While it lives, no file may grow beyond this number of bytes.
+class FileSizeLimit {
+ public:
+  explicit FileSizeLimit(std::uintmax_t bytes) {
+    std::signal(SIGXFSZ, SIG_IGN);
+    getrlimit(RLIMIT_FSIZE, &before_);
+    rlimit limit = before_;
+    limit.rlim_cur = bytes;
+    setrlimit(RLIMIT_FSIZE, &limit);
+  }
+  FileSizeLimit(const FileSizeLimit&) = delete;
+  FileSizeLimit& operator=(const FileSizeLimit&) = delete;
+  ~FileSizeLimit() {
+    setrlimit(RLIMIT_FSIZE, &before_);
+    std::signal(SIGXFSZ, SIG_DFL);
+  }
+
+ private:
+  rlimit before_{};
+};
+
+TEST(TrainingStep, TrainsOnWhileTheDiskOfItsLogIsFullAndThenWritesTheMissingLines) {
+  const TemporaryFolder folder;
+  const std::string path = (folder / "run.csv").string();
+  Net net = make_net(at::kCPU);
+  torch::optim::SGD optimizer(net->parameters(), 0.1);
+  TrainingStep train(net, optimizer, {.dtype = at::kFloat, .micro_batches = 2, .log = path});
+  const auto step = [&](int i) {
+    return train([&] { return loss_of(net, batch_of(at::kCPU, i)); });
+  };
+  step(0);
+  step(0);
+  const auto written = lines_of(path);
+  {
+    const CollectedWarnings warnings;
+    const FileSizeLimit full(std::filesystem::file_size(path) + 5);
+    for (int i = 1; i < 4; ++i) step(i);
+    ASSERT_TRUE(step(4).stepped());
+    step(5);
+    const auto result = train.finish();
+    ASSERT_TRUE(result);
+    EXPECT_TRUE(result->stepped());
+    EXPECT_EQ(lines_of(path), written) << "no part of a line";
+    EXPECT_THAT(warnings.text(), testing::HasSubstr("cannot write the log"));
+    EXPECT_EQ(warnings.text().find("cannot write"), warnings.text().rfind("cannot write"));
+  }
+  step(6);
+  step(7);
+  const auto lines = lines_of(path);
+  ASSERT_EQ(lines.size(), 6);
+  for (std::size_t i = 1; i < lines.size(); ++i) {
+    EXPECT_THAT(lines[i], testing::StartsWith(std::to_string(i) + ','));
+  }
+}
+
+#else
+TEST(TrainingStep, LogsOnAFullDisk) {
+  SKIP_WITHOUT_LINUX();
+}
+#endif
 
 TEST(TrainingStep, SaysThatTheLogCannotBeWritten) {
   Net net = make_net(at::kCPU);

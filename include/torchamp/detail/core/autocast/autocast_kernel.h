@@ -15,8 +15,11 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string_view>
 #include <utility>
+#include <vector>
 
+#include "torchamp/cast_cache.h"
 #include "torchamp/detail/core/autocast/cast_arguments.h"
 #include "torchamp/detail/core/autocast/op_warnings.h"
 #include "torchamp/detail/core/base/devices.h"
@@ -87,6 +90,39 @@ inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device
 // dispatcher, and so the policy, still sees every op; torchamp's kernels make these casts no-ops
 // wherever a guard is in force on the thread. Scripts then follow the policy exactly as C++ does,
 // whichever state they were first run in, while other threads keep the JIT's casts.
+//
+// Note [Writes in a region]
+// LibTorch's cache returns a weight's cast also after a write to the weight. So in a region the
+// kernels of the ops in weight_writing_ops drop the cached casts after a write to what may be a
+// weight: the version counter cannot tell, because SGD writes through `.data()`, which has a
+// counter of its own. Most other tensors that are written to are results of ops or own their memory
+// alone (activations, gradients, optimizer states); for these nothing is dropped.
+
+/// Drops the casts of the tensors that a call writes to after the call, whatever it throws.
+class DropCastsOfWritten {
+ public:
+  /// `written`: an argument of the call, a tensor or a list.
+  explicit DropCastsOfWritten(const c10::IValue& written) {
+    for_each_tensor_of(written, [this](const at::Tensor& tensor) {
+      if (may_be_weight(tensor)) weights_.push_back(tensor);
+    });
+  }
+  DropCastsOfWritten(const DropCastsOfWritten&) = delete;
+  DropCastsOfWritten& operator=(const DropCastsOfWritten&) = delete;
+  ~DropCastsOfWritten() {
+    if (!weights_.empty()) weights_changed(weights_);
+  }
+
+ private:
+  /// Whether it may be a weight, a view of one or its `.data()`.
+  static bool may_be_weight(const at::Tensor& tensor) {
+    if (!tensor.defined() || !tensor.is_floating_point() || !tensor.is_leaf()) return false;
+    return tensor.requires_grad() || (tensor.has_storage() && tensor.storage().use_count() > 1);
+  }
+
+  std::vector<at::Tensor> weights_;
+};
+
 class AutocastKernel final : public c10::OperatorKernel {
  public:
   /// `native`: LibTorch's kernel, which this one is to replace, if there is one.
@@ -100,6 +136,7 @@ class AutocastKernel final : public c10::OperatorKernel {
         after_(c10::DispatchKeySet::FULL_AFTER, key_),
         argument_count_(op.schema().arguments().size()),
         adds_gradients_(adds_gradients(op.operator_name())),
+        writes_weights_(contains(weight_writing, op.operator_name())),
         is_script_cast_(op.operator_name().name.starts_with("aten::_autocast_to_")) {}
   ~AutocastKernel() override { delete facts_.load(std::memory_order_relaxed); }
 
@@ -108,6 +145,8 @@ class AutocastKernel final : public c10::OperatorKernel {
     // Without a policy LibTorch alone decides, also of the JIT's casts.
     const ThreadPolicy* const of_thread = thread_policy();
     if (!follows_policy(of_thread)) return call_native(op, keys, stack);
+    std::optional<DropCastsOfWritten> drop_casts;
+    if (writes_weights_) drop_casts.emplace((*stack)[stack->size() - argument_count_]);
     // A policy decides at the ops themselves, so what the JIT has added does nothing.
     if (is_script_cast_) return keep_self(*stack);
     // Asked once a call: conditions of a rule run the program's code.
@@ -241,6 +280,7 @@ class AutocastKernel final : public c10::OperatorKernel {
   c10::DispatchKeySet after_;
   std::size_t argument_count_;
   bool adds_gradients_;
+  bool writes_weights_;  // see Note [Writes in a region]
   bool is_script_cast_;  // whether the JIT casts by this op
   mutable std::atomic<const Facts*> facts_ = nullptr;
 };
@@ -282,6 +322,11 @@ inline void PolicyData::compile(std::size_t device_index) const {
        {"aten::_autocast_to_reduced_precision", "aten::_autocast_to_full_precision"}) {
     const auto op = c10::Dispatcher::singleton().findSchema({name, ""});
     if (op) (void)register_kernel(*op, device);
+  }
+  for (const std::string_view name : weight_writing_ops) {
+    for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) {
+      (void)register_kernel(op, device);
+    }
   }
   KernelRules rules_of_device;
   for_each_candidate(*this, [&](const TabledOp& tabled) {

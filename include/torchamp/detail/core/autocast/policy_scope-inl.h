@@ -6,11 +6,13 @@
 
 #include <exception>
 #include <optional>
+#include <string>
 #include <utility>
 #include <vector>
 
 #include "torchamp/detail/core/autocast/policy_scope.h"
 #include "torchamp/detail/core/autocast/script_switch.h"
+#include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
@@ -87,9 +89,10 @@ TORCHAMP_BODY PolicyScope::~PolicyScope() {
 
 TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
   if (!is_on_its_thread()) {
-    warn({guard,
-          ": destroyed by another thread than the one that made it, so that thread's state was not "
-          "restored. Keep a guard in the scope that it covers."});
+    warn_in_destructor(
+        {guard,
+         ": destroyed by another thread than the one that made it, so that thread's state was not "
+         "restored. Keep a guard in the scope that it covers."});
     return false;
   }
   if (ours_ != nullptr) end();
@@ -100,11 +103,12 @@ TORCHAMP_BODY void PolicyScope::end() noexcept {
   auto top = c10::ThreadLocalDebugInfo::current();
   const bool is_on_top = is_ours(top.get());
   const bool is_outermost = is_on_top && before_ == nullptr;  // leaves the thread without slots
+  std::string failure;
   if (!is_on_top) {
     try {
       end_below_others();
     } catch (const std::exception& error) {
-      warn({"~AutocastGuard: cannot restore the thread's slots: ", error.what()});
+      failure = error.what();
     }
   } else {
     c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(before_));
@@ -114,6 +118,8 @@ TORCHAMP_BODY void PolicyScope::end() noexcept {
   ours_ = nullptr;
   // By the policy that is in force now: none where no slot is left.
   ScriptSwitch::end_scope(is_outermost ? nullptr : thread_policy(), scripts_outside_);
+  if (failure.empty()) return;
+  warn_in_destructor({"~AutocastGuard: cannot restore the thread's slots: ", failure});
 }
 
 /// One slot of a thread.

@@ -24,23 +24,25 @@ class Nesting {
     return level_ = at::autocast::increment_nesting();
   }
 
-  /// Closes the level, and the inner ones that are still open. Returns the depth after that. Warns,
-  /// for the destructor `guard`, if a guard that was made later has not ended.
-  int leave(const char* guard) const {
-    if (guards > number_) warn_of_later_guard(guard);
-    --guards;
+  /// Closes the level, and the inner ones that are still open. Returns the depth after that.
+  int leave() {
+    is_in_order_ = guards-- <= number_;
     return close();
+  }
+
+  /// After leave(), at the end of the destructor `guard`: warns if a guard that was made later had
+  /// not ended.
+  void warn_of_order(const char* guard) const noexcept {
+    if (is_in_order_) return;
+    warn_in_destructor(
+        {guard,
+         ": a guard that was made later on this thread has not ended. When it ends, it restores "
+         "the state that it found, so autocast may stay on. End guards in reverse order: make "
+         "them local variables."});
   }
 
  private:
   static inline thread_local int guards = 0;  // that have not ended
-
-  static void warn_of_later_guard(const char* guard) {
-    warn({guard,
-          ": a guard that was made later on this thread has not ended. When it ends, it restores "
-          "the state that it found, so autocast may stay on. End guards in reverse order: make "
-          "them local variables."});
-  }
 
   /// LibTorch tells the depth only by changing it.
   int close() const {
@@ -54,6 +56,7 @@ class Nesting {
 
   int level_ = 0;
   int number_ = 0;  // of this one among the guards
+  bool is_in_order_ = true;
 };
 
 // Note [A thread's slots]

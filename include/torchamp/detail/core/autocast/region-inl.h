@@ -198,12 +198,13 @@ TORCHAMP_BODY void AutocastRegion::push(const RegionState& inside) noexcept {
   if (dtype_changes_ && !is_outermost) at::autocast::clear_cache();
 }
 
-TORCHAMP_BODY void AutocastRegion::restore() {
-  const bool was_outermost = nesting_.leave("~AutocastGuard") == 0;
+TORCHAMP_BODY void AutocastRegion::restore() noexcept {
+  const bool was_outermost = nesting_.leave() == 0;
   if (was_outermost || dtype_changes_) at::autocast::clear_cache();
   before_.apply();
   set_cast_cache(cache_enabled_before_);
-  // After all else: its warning may run the program's code, which may throw.
+  // After all else: warnings run the program's code.
+  nesting_.warn_of_order("~AutocastGuard");
   listeners_.end_op_rule();
 }
 

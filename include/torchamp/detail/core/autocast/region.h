@@ -88,8 +88,12 @@ class RegionListeners {
   }
 
   /// Warns of an unused rule, which may run the program's code: after all else is restored.
-  void end_op_rule() const {
-    if (usage_ != nullptr && std::uncaught_exceptions() == exceptions_) usage_->warn_if_unused();
+  void end_op_rule() const noexcept {
+    if (usage_ == nullptr || std::uncaught_exceptions() != exceptions_) return;
+    try {
+      usage_->warn_if_unused();
+    } catch (...) {  // by the program's warning handler
+    }
   }
 
  private:
@@ -109,7 +113,7 @@ class AutocastRegion {
   explicit AutocastRegion(const RegionState& inside);
   /// Throws nothing: an exception here would find no region to restore.
   void push(const RegionState& inside) noexcept;
-  void restore();
+  void restore() noexcept;
 
   const DeviceAutocastState before_;
   const bool cache_enabled_before_ = at::autocast::is_autocast_cache_enabled();

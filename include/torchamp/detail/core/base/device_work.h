@@ -32,11 +32,12 @@ inline std::optional<c10::DeviceType> accelerator() {
 #endif
 }
 
-/// An fp32 tensor on the host that nobody has written, for non-blocking copies from `device`:
+/// A tensor on the host that nobody has written, for non-blocking copies from `device`:
 /// pinned where the accelerator has pinned memory, since copies to any other are waited for.
-inline at::Tensor copy_target(at::Device device, at::IntArrayRef sizes) {
+inline at::Tensor copy_target(at::Device device, at::IntArrayRef sizes,
+                              at::ScalarType dtype = at::kFloat) {
   const c10::InferenceMode no_inference(false);
-  const auto options = at::TensorOptions(at::kCPU).dtype(at::kFloat);
+  const auto options = at::TensorOptions(at::kCPU).dtype(dtype);
   if (accelerator() != device.type()) return at::empty(sizes, options);
   try {
     return at::empty(sizes, options.pinned_memory(true));

@@ -62,6 +62,14 @@ TORCHAMP_RARE inline void warn(Pieces pieces) {
   TORCH_WARN(joined(pieces));
 }
 
+/// Warns out of a destructor, and drops what the program's warning handler throws.
+TORCHAMP_RARE inline void warn_in_destructor(Pieces pieces) noexcept {
+  try {
+    warn(pieces);
+  } catch (...) {
+  }
+}
+
 /// Warns the first time for `is_known`, or always where LibTorch was asked to always warn.
 inline void warn_once(std::atomic<bool>& is_known, Pieces pieces) {
   if (c10::WarningUtils::get_warnAlways() || !is_known.exchange(true)) warn(pieces);

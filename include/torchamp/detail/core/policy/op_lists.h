@@ -106,6 +106,59 @@ inline constexpr std::string_view recurrent_layer_ops[] = {"lstm", "gru", "rnn_t
 // LibTorch has no autocast kernel of its own for these ops, their rules hold for calls by the JIT's
 // interpreter alone. A package that a script runs by an op of its own is not told from the script.
 inline constexpr std::string_view compiled_code_ops[] = {"convolution", "_convolution"};
+/// Ops by which optimizers and training loops write to weights: see Note [Writes in a region].
+inline constexpr std::string_view weight_writing_ops[] = {"add_"sv,
+                                                          "sub_"sv,
+                                                          "mul_"sv,
+                                                          "div_"sv,
+                                                          "addcmul_"sv,
+                                                          "addcdiv_"sv,
+                                                          "lerp_"sv,
+                                                          "copy_"sv,
+                                                          "neg_"sv,
+                                                          "pow_"sv,
+                                                          "clamp_"sv,
+                                                          "clamp_min_"sv,
+                                                          "clamp_max_"sv,
+                                                          "fill_"sv,
+                                                          "zero_"sv,
+                                                          "normal_"sv,
+                                                          "uniform_"sv,
+                                                          "random_"sv,
+                                                          "bernoulli_"sv,
+                                                          "index_add_"sv,
+                                                          "index_copy_"sv,
+                                                          "index_fill_"sv,
+                                                          "_index_put_impl_"sv,
+                                                          "scatter_"sv,
+                                                          "scatter_add_"sv,
+                                                          "scatter_reduce_"sv,
+                                                          "masked_fill_"sv,
+                                                          "masked_scatter_"sv,
+                                                          "put_"sv,
+                                                          "addmm_"sv,
+                                                          "addmv_"sv,
+                                                          "addr_"sv,
+                                                          "baddbmm_"sv,
+                                                          "renorm_"sv,
+                                                          "embedding_renorm_"sv,
+                                                          "set_"sv,
+                                                          "_foreach_add_"sv,
+                                                          "_foreach_sub_"sv,
+                                                          "_foreach_mul_"sv,
+                                                          "_foreach_div_"sv,
+                                                          "_foreach_addcmul_"sv,
+                                                          "_foreach_addcdiv_"sv,
+                                                          "_foreach_lerp_"sv,
+                                                          "_foreach_copy_"sv,
+                                                          "_foreach_neg_"sv,
+                                                          "_foreach_zero_"sv,
+                                                          "_foreach_clamp_min_"sv,
+                                                          "_foreach_clamp_max_"sv,
+                                                          "_fused_sgd_"sv,
+                                                          "_fused_adam_"sv,
+                                                          "_fused_adamw_"sv,
+                                                          "_fused_adagrad_"sv};
 
 inline constexpr OpFamily decomposition("decomposition", decomposition_ops);
 inline constexpr OpFamily fp32_only("fp32_only", fp32_only_ops);
@@ -119,6 +172,7 @@ inline constexpr OpFamily fill("fill", fill_ops);
 inline constexpr OpFamily noisy("noisy", noisy_ops);
 inline constexpr OpFamily probability_loss("probability_loss", probability_loss_ops);
 inline constexpr OpFamily recurrent_layer("recurrent_layer", recurrent_layer_ops);
+inline constexpr OpFamily weight_writing("weight_writing", weight_writing_ops);
 
 /// Where a rule of a table holds.
 enum class Where : std::uint8_t {

@@ -26,9 +26,10 @@ namespace TORCHAMP_NAMESPACE {
 
 inline Accumulation::~Accumulation() {
   if (!window_ || window_->pending == 0) return;
-  detail::warn("Accumulation: destroyed with ", window_->pending, " of ", micro_batches_,
-               " micro-batches pending", sum_ ? "" : "; later gradients will be added to theirs",
-               ". First call flush() to step with them, or discard() to drop them.");
+  detail::warn_in_destructor(
+      {"Accumulation: destroyed with ", window_->pending, " of ", micro_batches_,
+       " micro-batches pending", sum_ ? "" : "; later gradients will be added to theirs",
+       ". First call flush() to step with them, or discard() to drop them."});
 }
 
 inline std::optional<AccumulationResult> Accumulation::backward(const at::Tensor& loss) {
@@ -115,15 +116,14 @@ inline void Accumulation::note_replayed_backward() {
 }
 
 inline std::function<void()> Accumulation::bookmark() {
-  return [this, window = *window_, stage = stage_, version = version_, gradients = gradients_,
-          versions = versions_, taken = taken_, added_at = added_at_] {
+  return [this, window = *window_, stage = stage_, gradients = gradients_,
+          has_scale = version_ == version_of_scale(), is_unchanged = is_as_left()] {
     *window_ = window;
     stage_ = stage;
-    version_ = version;
     gradients_ = gradients;
-    versions_ = versions;
-    taken_ = taken;
-    added_at_ = added_at;
+    // LibTorch has counted writes to the scale and the gradients that the device has not executed.
+    if (has_scale) version_ = version_of_scale();
+    if (is_unchanged) note_gradients();
   };
 }
 

@@ -153,13 +153,4 @@ inline void note_open(StepLedger& ledger, const std::shared_ptr<AccumulationWind
   ledger.windows.push_back(window);
 }
 
-/// A warning out of a destructor.
-template <class... Parts>
-void warn(const Parts&... parts) noexcept {
-  try {
-    TORCH_WARN(parts...);
-  } catch (...) {  // by the program's handler
-  }
-}
-
 }  // namespace torchamp::detail

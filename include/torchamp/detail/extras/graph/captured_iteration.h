@@ -93,7 +93,7 @@ class CapturedIteration {
 
   void forget_capture() {
     captured_ = false;
-    outputs_.clear();
+    outputs_ = {};
     outer_memory_.clear();
     before_ = after_ = GradientList();
     recorder_->reset();
@@ -158,7 +158,7 @@ class CapturedIteration {
   std::string refusal_;
   std::shared_ptr<const BodyTrace> warm_up_trace_;  // from the second warm-up on
   // Of the capture:
-  Tensors outputs_;
+  BodyResult outputs_;
   std::vector<std::pair<at::Tensor, WeakTensor>> gradients_;  // by parameter
   GradientList before_, after_;                               // of a micro-batch
   std::vector<WeakMemory> outer_memory_;
@@ -335,7 +335,7 @@ inline void CapturedIteration::capture(const CapturedCall& call) {
   // After a failure the device has executed nothing of the body: its gradients have no values, and
   // its step was not made, which only the device knows.
   auto forget = c10::make_scope_exit([&] {
-    work_.outputs.clear();
+    work_.outputs = {};
     for_each_new_gradient(
         [](const at::Tensor& parameter, const at::Tensor&) { parameter.mutable_grad().reset(); });
     for (torch::optim::Optimizer& optimizer : work_.optimizers) {

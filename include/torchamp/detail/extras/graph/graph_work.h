@@ -14,6 +14,7 @@
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/extras/shared/captured_call.h"
 #include "torchamp/detail/extras/shared/model.h"
 #include "torchamp/version.h"
 
@@ -24,17 +25,17 @@ using Tensors = std::vector<at::Tensor>;
 /// What all iterations of a CudaGraph share.
 struct GraphWork {
   std::vector<std::reference_wrapper<torch::optim::Optimizer>> optimizers;
-  std::function<Tensors(const Tensors&)> body;
+  std::function<BodyResult(const Tensors&)> body;
   std::vector<Model> models;
   std::int64_t warmup = 1;
   bool when_possible = false;
   bool warned = false;  // of a difference, or of going on eagerly
-  Tensors outputs = {};
+  BodyResult outputs = {};
 
   void call(const Tensors& inputs) {
-    outputs.clear();
-    Tensors made = body(inputs);
-    for (at::Tensor& output : made) {
+    outputs = {};
+    BodyResult made = body(inputs);
+    for (at::Tensor& output : made.tensors) {
       if (output.defined()) output = output.detach();  // releases the autograd graph
     }
     outputs = std::move(made);

@@ -44,8 +44,8 @@ class AtomicFile {
     std::random_device random;
     std::error_code error;
     for (int attempt = 0; attempt < 100 && !file_.is_open(); ++attempt) {
-      partial_ = path_;
-      partial_ += marker + std::to_string(random());
+      partial_ = path_.parent_path() / partial_prefix();
+      partial_ += std::to_string(random());
       file_ = OpenFile::to_write(partial_, replaced_);
       if (!file_.is_open()) error = last_error();
       if (!file_.is_open() && !OpenFile::is_taken(error)) break;
@@ -81,7 +81,20 @@ class AtomicFile {
   }
 
  private:
-  static constexpr const char* marker = ".partial-";
+  /// With what the names of unfinished files begin. A long name is cut, to leave room for a number:
+  /// systems allow 255 bytes (Windows: as many of its characters). Two files may then have the same
+  /// unfinished names, of which each writer has locked its own.
+  std::filesystem::path partial_prefix() const {
+    constexpr std::size_t longest = 235;
+    std::filesystem::path::string_type name = path_.filename().native();
+    if (name.size() > longest) {
+      const auto is_within_character = [&](std::size_t at) { return (name[at] & 0xC0) == 0x80; };
+      std::size_t end = longest;
+      while (sizeof(name[0]) == 1 && end > 0 && is_within_character(end)) --end;
+      name.resize(end);
+    }
+    return std::filesystem::path(std::move(name)) += ".partial-";
+  }
 
   static std::filesystem::path end_of_links(std::filesystem::path path, const char* call) {
     std::error_code no_link;
@@ -100,7 +113,7 @@ class AtomicFile {
   }
 
   void remove_leftovers() const {
-    const std::string prefix = path_.filename().string() + marker;
+    const std::string prefix = partial_prefix().string();
     std::error_code error;
     std::filesystem::directory_iterator entry(folder(), error);
     // Not a range-based loop, whose next entry throws: the new file is there already.

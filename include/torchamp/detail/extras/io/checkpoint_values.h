@@ -7,6 +7,7 @@
 #include <c10/util/Exception.h>
 #include <torch/csrc/autograd/variable.h>
 #include <torch/nn/module.h>
+#include <torch/serialize/archive.h>
 
 #include <array>
 #include <charconv>
@@ -184,6 +185,31 @@ void from_ivalue(const c10::IValue& value, T& to, int64_t version) {
   }
 }
 
+/// Writes the tensors one by one, each of which may be undefined.
+inline void write_tensors(const std::vector<at::Tensor>& tensors,
+                          torch::serialize::OutputArchive& archive) {
+  archive.write("size", c10::IValue(static_cast<int64_t>(tensors.size())));
+  for (std::size_t i = 0; i < tensors.size(); ++i) {
+    archive.write("tensor_" + std::to_string(i), to_ivalue(tensors[i]));
+  }
+}
+
+/// Fills the tensors in place, each as from_ivalue() does. An empty list becomes the file's.
+inline void read_tensors(torch::serialize::InputArchive& archive, std::vector<at::Tensor>& to,
+                         int64_t version) {
+  c10::IValue size;
+  archive.read("size", size);
+  const auto count = static_cast<std::size_t>(size.toInt());
+  TORCH_CHECK(to.empty() || to.size() == count, "it has ", count, " tensors in the file and ",
+              to.size(), " in the program");
+  to.resize(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    c10::IValue value;
+    archive.read("tensor_" + std::to_string(i), value);
+    from_ivalue(value, to[i], version);
+  }
+}
+
 /// Returns a function that restores `value`, a tensor in place.
 template <class T>
 std::function<void()> undo_of(T& value) {
@@ -194,6 +220,15 @@ std::function<void()> undo_of(T& value) {
     return [&value, handle = value, kept = std::move(kept)] {
       const at::NoGradGuard within;
       value = handle;
+      kept.put_back();
+    };
+  } else if constexpr (std::is_same_v<T, std::vector<at::Tensor>>) {
+    const at::NoGradGuard no_grad;
+    WriteBack kept;
+    for (const at::Tensor& tensor : value) kept.add(tensor, WriteBack::Copies::beside);
+    return [&value, handles = value, kept = std::move(kept)] {
+      const at::NoGradGuard within;
+      value = handles;
       kept.put_back();
     };
   } else {

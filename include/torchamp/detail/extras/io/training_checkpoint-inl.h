@@ -176,7 +176,8 @@ inline void TrainingCheckpoint::read(torch::serialize::InputArchive& archive, bo
     torch::serialize::InputArchive nested;
     TORCH_CHECK(archive.try_read(detail::archive_key(entry.name), nested),
                 "TrainingCheckpoint::load: '", path_.string(), "' holds no '", entry.name, "'. ",
-                is_of_step_ ? "It was saved by a TrainingStep without this part: give the "
+                is_of_step(entry.name)
+                    ? "It was saved by a TrainingStep without this part: give the "
                               "TrainingStep the options that it had then (.scheduler, .masters). "
                               "Read a TrainingCheckpoint's file by a TrainingCheckpoint."
                             : "Add the same objects as when it was saved.");
@@ -202,6 +203,7 @@ inline at::Tensor TrainingCheckpoint::local_part() const {
 }
 
 inline void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts) const {
+  for (const Step& step : steps_) step.check("TrainingCheckpoint::save");
   check_schedulers("TrainingCheckpoint::save");
   TORCH_CHECK_VALUE(!local_parts.empty(),
                     "TrainingCheckpoint::save: the list of local parts is empty; such a file could "
@@ -235,6 +237,12 @@ inline void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts)
   file_id_ = id;
 }
 
+/// Whether an object of that name may belong to a TrainingStep.
+inline bool TrainingCheckpoint::is_of_step(const std::string& name) const {
+  return std::ranges::any_of(steps_,
+                             [&](const Step& step) { return name.starts_with(step.prefix); });
+}
+
 inline bool TrainingCheckpoint::has(std::string_view name) const {
   return std::ranges::any_of(entries_, [&](const Entry& entry) { return entry.name == name; });
 }
@@ -242,11 +250,14 @@ inline bool TrainingCheckpoint::has(std::string_view name) const {
 /// A scheduler's learning rate is in the optimizer's part of the file, and would stay as it is.
 inline void TrainingCheckpoint::check_entries_of_step(
     torch::serialize::InputArchive& shared) const {
-  torch::serialize::InputArchive unread;
-  TORCH_CHECK(!is_of_step_ || has("scheduler") ||
-                  !shared.try_read(detail::archive_key("scheduler"), unread),
-              "it was saved with a scheduler, and this TrainingStep has none, so the learning rate "
-              "would stay where that scheduler has left it. Set .scheduler as when it was saved.");
+  for (const Step& step : steps_) {
+    torch::serialize::InputArchive unread;
+    const std::string name = step.prefix + "scheduler";
+    TORCH_CHECK(has(name) || !shared.try_read(detail::archive_key(name), unread),
+                "it was saved with a scheduler, and this TrainingStep has none, so the learning "
+                "rate would stay where that scheduler has left it. Set .scheduler as when it was "
+                "saved.");
+  }
 }
 
 inline bool TrainingCheckpoint::exists() const {
@@ -325,6 +336,7 @@ inline void TrainingCheckpoint::begin_iterations() const {
 
 /// With the local part of process `rank`, if it is given.
 inline bool TrainingCheckpoint::load_parts(std::optional<int64_t> rank, int64_t processes) {
+  for (const Step& step : steps_) step.check("TrainingCheckpoint::load");
   check_schedulers("TrainingCheckpoint::load");
   if (!exists()) return false;
   const at::NoGradGuard no_grad;

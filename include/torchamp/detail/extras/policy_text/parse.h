@@ -307,16 +307,22 @@ class PolicyParser {
 
 /// What is in the file. `call` begins the error texts.
 inline std::string read_policy_file(const std::string& call, const std::string& path) {
+  constexpr std::size_t longest = std::size_t{1} << 20;
   errno = 0;
   std::filebuf file;
-  std::string text;
+  std::string text(longest + 1, '\0');
   bool is_read = file.open(path, std::ios::in | std::ios::binary) != nullptr;
   try {
-    if (is_read) text.assign(std::istreambuf_iterator<char>(&file), {});
+    if (is_read) {
+      const auto size = file.sgetn(text.data(), static_cast<std::streamsize>(text.size()));
+      text.resize(static_cast<std::size_t>(size));
+    }
   } catch (const std::exception&) {  // of a folder, say
     is_read = false;
   }
   TORCH_CHECK(is_read, call, ": cannot read '", path, "': ", error_text(errno), ".");
+  TORCH_CHECK(text.size() <= longest, call, ": '", path, "' is longer than ", longest,
+              " bytes, so it is no policy. Pass a text file of a policy.");
   return text;
 }
 

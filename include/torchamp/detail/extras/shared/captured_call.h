@@ -6,7 +6,9 @@
 
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <typeinfo>
+#include <utility>
 #include <vector>
 
 #include "torchamp/version.h"
@@ -37,9 +39,19 @@ struct CapturedCall {
   std::function<void()> undo = nullptr;
 };
 
+/// What the body of an iteration returns. A replay returns what the capture has returned, whose
+/// tensors it fills.
+struct BodyResult {
+  BodyResult() = default;
+  BodyResult(Tensors made) : tensors(std::move(made)) {}
+
+  Tensors tensors;
+  std::shared_ptr<const void> of_step;  ///< a TrainingStep's TrainingResult
+};
+
 /// What captures the iterations of a TrainingStep and replays them.
 struct StepCapture {
-  std::function<const Tensors&(const Tensors&, const CapturedCall&)> run;
+  std::function<const BodyResult&(const Tensors&, const CapturedCall&)> run;
   /// Calls a function on the stream of the graphs, whose memory it may use.
   std::function<void(const std::function<void()>&)> run_eagerly;
   /// What is captured no longer holds.

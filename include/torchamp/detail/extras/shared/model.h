@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/TensorImpl.h>
+#include <torch/csrc/jit/api/module.h>
 #include <torch/nn/module.h>
 #include <torch/nn/pimpl.h>
 
@@ -13,12 +14,13 @@
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/extras/shared/script_module.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
 
-/// A module, a pointer to one or a holder. A module of the program's own, without a shared pointer,
-/// must outlive it.
+/// A module, a pointer to one, a holder, or a TorchScript module. A module of the program's own,
+/// without a shared pointer, must outlive it.
 class Model {
  public:
   template <class Module>
@@ -28,6 +30,8 @@ class Model {
   Model(torch::nn::Module& module) : module_(module.weak_from_this().lock()) {
     if (!module_) module_ = {std::shared_ptr<void>(), &module};
   }
+
+  Model(const torch::jit::Module& script) : module_(ScriptModule::of(script)) {}
 
   const std::shared_ptr<torch::nn::Module>& get() const { return module_; }
 

@@ -258,7 +258,7 @@ struct MastersOption {
 
 /// Options of a graph, which name it: CudaGraphOptions.
 struct CaptureOption {
-  using Body = std::function<Tensors(const Tensors&)>;
+  using Body = std::function<BodyResult(const Tensors&)>;
   /// And what is asked of the options before.
   struct Maker : std::function<StepCapture(torch::optim::Optimizer&, const Model&, Body)> {
     bool when_possible = false;
@@ -271,7 +271,7 @@ struct CaptureOption {
       Options of_model = options;
       of_model.models.push_back(model);
       const auto graph = std::make_shared<Graph>(optimizer, std::move(body), of_model);
-      return {[graph](const Tensors& inputs, const CapturedCall& call) -> const Tensors& {
+      return {[graph](const Tensors& inputs, const CapturedCall& call) -> const BodyResult& {
                 return graph->run(inputs, call);
               },
               [graph](const std::function<void()>& work) { graph->run_eagerly(work); },

@@ -181,10 +181,12 @@ inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOpt
         "TrainingStep: iterations go on eagerly, with the same results: gradients are averaged on "
         "streams that a graph cannot hold. Leave out .capture or .group.");
   } else if (options.capture.make) {
-    capture_ = options.capture.make(*optimizer_, model_, [this](const Tensors& inputs) -> Tensors {
+    capture_ = options.capture.make(*optimizer_, model_, [this](const Tensors& inputs) {
       has_run_body_ = true;
-      const TrainingResult made = iterate([&] { return (*function_)(inputs); });
-      return {made.loss_, made.found_inf(), made.scale_, made.norm_};
+      detail::BodyResult made;
+      made.of_step = std::make_shared<const TrainingResult>(
+          iterate([&] { return (*function_)(inputs); }));
+      return made;
     });
   }
   if (options.log.make) log_ = options.log.make();
@@ -309,11 +311,9 @@ inline TrainingResult TrainingStep::replay(
                             .steps = pending() + 1 == micro_batches_};
   if (accumulation_) call.undo = accumulation_->bookmark();
   has_run_body_ = false;
-  const Tensors& made = capture_.run(inputs, call);
+  const detail::BodyResult& made = capture_.run(inputs, call);
   if (accumulation_ && !has_run_body_) accumulation_->note_replayed_backward();
-  TrainingResult result = TrainingResult::of_replay(made[0], made[3], made[2], made[1]);
-  result.ended_window_ = call.steps;
-  return result;
+  return static_cast<const TrainingResult*>(made.of_step.get())->with_own_answers();
 }
 
 inline void TrainingStep::check_inputs_may_be_left_out() {
@@ -329,8 +329,8 @@ inline void TrainingStep::check_inputs_may_be_left_out() {
 inline TrainingResult TrainingStep::count(TrainingResult result) {
   if (!result.ended_window()) return result;
   ++steps_;
-  if (log_) log_->add(steps_, result);
   if (scheduler_ && result.stepped()) scheduler_->step();
+  if (log_) log_->add(steps_, result);
   return result;
 }
 
