@@ -19,8 +19,9 @@ using torchamp::WarmupCosine;
 using torchamp::WarmupLinear;
 using torchamp::WarmupOptions;
 
-struct Groups {
-  explicit Groups(const std::vector<double>& rates) {
+/// Groups of one parameter each, with these rates.
+struct RatedGroups {
+  explicit RatedGroups(const std::vector<double>& rates) {
     for (const double rate : rates) add(rate);
   }
   void add(double rate) {
@@ -36,7 +37,7 @@ struct Groups {
                                torch::optim::SGDOptions(7.)};
 };
 
-std::unique_ptr<torchamp::WarmupScheduler> schedule(const std::string& kind, Groups& groups,
+std::unique_ptr<torchamp::WarmupScheduler> schedule(const std::string& kind, RatedGroups& groups,
                                                     const WarmupOptions& options) {
   if (kind == "cosine") return std::make_unique<WarmupCosine>(groups.optimizer, options);
   return std::make_unique<WarmupLinear>(groups.optimizer, options);
@@ -52,7 +53,7 @@ TEST(WarmupSchedulers, HaveTheRatesOfPythons) {
     std::string kind;
     WarmupOptions options;
     words >> kind >> options.warmup_steps >> options.total_steps >> options.min_lr_ratio;
-    Groups groups({0.1, 3.});
+    RatedGroups groups({0.1, 3.});
     const auto rates = schedule(kind, groups, options);
     int steps = 0;
     for (double first = 0., second = 0.; words >> first >> second; ++steps) {
@@ -68,7 +69,7 @@ TEST(WarmupSchedulers, HaveTheRatesOfPythons) {
 TEST(WarmupSchedulers, GoOnBitForBitFromAnArchive) {
   for (const char* const kind : {"cosine", "linear"}) {
     const WarmupOptions options{.warmup_steps = 3, .total_steps = 20, .min_lr_ratio = 0.1};
-    Groups groups({0.1, 3.}), others({5., 6.});
+    RatedGroups groups({0.1, 3.}), others({5., 6.});
     const auto rates = schedule(kind, groups, options);
     const auto loaded = schedule(kind, others, options);
     for (int i = 0; i < 5; ++i) rates->step();
@@ -88,7 +89,7 @@ TEST(WarmupSchedulers, GoOnBitForBitFromAnArchive) {
 }
 
 TEST(WarmupSchedulers, RefuseAnArchiveOfOtherGroupsAndChangeNothing) {
-  Groups groups({0.1, 3.}), one({0.5});
+  RatedGroups groups({0.1, 3.}), one({0.5});
   const WarmupOptions options{.warmup_steps = 4, .total_steps = 8};
   WarmupCosine rates(groups.optimizer, options), of_one(one.optimizer, options);
   of_one.step();
@@ -105,7 +106,7 @@ TEST(WarmupSchedulers, RefuseAnArchiveOfOtherGroupsAndChangeNothing) {
 }
 
 TEST(WarmupSchedulers, TakeTheRateOfAGroupThatIsAddedLaterForItsFullRate) {
-  Groups groups({1.});
+  RatedGroups groups({1.});
   WarmupLinear rates(groups.optimizer, {.warmup_steps = 2, .total_steps = 4});
   groups.add(8.);
   rates.step();
@@ -113,7 +114,7 @@ TEST(WarmupSchedulers, TakeTheRateOfAGroupThatIsAddedLaterForItsFullRate) {
 }
 
 TEST(WarmupSchedulers, RefuseOptionsOutOfRange) {
-  Groups groups({1.});
+  RatedGroups groups({1.});
   auto& optimizer = groups.optimizer;
   EXPECT_ERROR(WarmupCosine(optimizer, {}), "WarmupCosine: total_steps is 0. It must be above");
   EXPECT_ERROR(WarmupCosine(optimizer, {.warmup_steps = 5, .total_steps = 5}),

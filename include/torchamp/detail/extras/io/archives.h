@@ -191,6 +191,7 @@ inline void save_optimizer(torch::optim::Optimizer& optimizer,
 /// The kind of LibTorch's optimizers whose options were written; empty for any other.
 inline std::string kind_of_options(torch::serialize::InputArchive& archive) {
   constexpr std::pair<const char*, const char*> kinds[] = {{"amsgrad", "an Adam or AdamW"},
+                                                           {"ns_coefficients", "a FusedMuon"},
                                                            {"nesterov", "an SGD"},
                                                            {"lr_decay", "an Adagrad"},
                                                            {"centered", "an RMSprop"},
