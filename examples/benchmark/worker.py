@@ -31,14 +31,27 @@ class WeightAverage:
         torch._foreach_lerp_(self.average, self.values, 1.0 - decay)
 
 
-def make_optimizer(module, recipe, fused, captured):
+def make_optimizers(module, recipe, kind, captured):
+    """The twin of make_optimizers in comparison/make_optimizer.h."""
+    if kind != "muon":
+        return [make_optimizer(list(module.named_parameters()), recipe, kind == "fused", captured)]
+    matrices, others = [], []
+    for name, parameter in module.named_parameters():
+        is_for_muon = parameter.dim() == 2 and name.count(".") >= 3
+        (matrices if is_for_muon else others).append((name, parameter))
+    return [torch.optim.Muon([parameter for _, parameter in matrices], lr=recipe.learning_rate,
+                             adjust_lr_fn="match_rms_adamw"),
+            make_optimizer(others, recipe, True, captured)]
+
+
+def make_optimizer(parameters, recipe, fused, captured):
     # None: PyTorch's own choice
     options = {"lr": recipe.learning_rate, "fused": True if fused else None}
     if recipe.optimizer in ("adam", "adamw"):
         kind = torch.optim.Adam if recipe.optimizer == "adam" else torch.optim.AdamW
-        return kind(module.parameters(), capturable=captured, **options)
+        return kind([parameter for _, parameter in parameters], capturable=captured, **options)
     decayed, weights, biases = [], [], []
-    for name, parameter in module.named_parameters():
+    for name, parameter in parameters:
         group = biases if name.endswith("bias") else decayed if parameter.dim() > 1 else weights
         group.append(parameter)
     groups = [{"params": decayed, "weight_decay": 5e-4}, {"params": weights, "weight_decay": 0.0},
@@ -49,7 +62,7 @@ def make_optimizer(module, recipe, fused, captured):
 class Trainer:
     first_call = 0.0
 
-    def __init__(self, model, sizes, dtype, fused, launch, device):
+    def __init__(self, model, sizes, dtype, optimizer, launch, device):
         self.module = MODELS[model](sizes)
         self.loss_of = self.module.loss
         self.recipe = self.module.recipe
@@ -61,10 +74,10 @@ class Trainer:
                 self.inputs.append([])
             self.inputs[-1].append([t.to(device) for t in self.module.make_batch()])
         self.module.to(device)
-        self.device, self.dtype, self.fused = device, dtype, fused
+        self.device, self.dtype = device, dtype
         self.mixed = dtype is not torch.float32
         captured = launch == "captured"
-        self.optimizer = make_optimizer(self.module, self.recipe, fused, captured)
+        self.optimizers = make_optimizers(self.module, self.recipe, optimizer, captured)
         self.scaler = torch.amp.GradScaler(device.type, enabled=self.mixed)
         self.average = WeightAverage(self.module) if self.recipe.weight_average else None
         self.step = 0
@@ -78,19 +91,24 @@ class Trainer:
             with torch.autocast(device.type, dtype=dtype, enabled=self.mixed):
                 loss = self.loss_of(self.inputs[0][0])
             loss.backward()
-            self.optimizer.zero_grad()
+            self.zero_grad()
             self.synchronize()
             self.first_call = time.perf_counter() - start
 
+    def zero_grad(self):
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
     def warm_up_learning_rate(self):
         done = self.step / self.recipe.warmup_steps
-        for g, group in enumerate(self.optimizer.param_groups):
-            start = 0.1 if g + 1 == len(self.optimizer.param_groups) else 0.0
+        groups = self.optimizers[0].param_groups
+        for g, group in enumerate(groups):
+            start = 0.1 if g + 1 == len(groups) else 0.0
             group["lr"] = start + (self.recipe.learning_rate - start) * done
             group["momentum"] = 0.8 + (0.937 - 0.8) * done
 
     def iterate(self, batches):
-        self.optimizer.zero_grad()
+        self.zero_grad()
         total = None
         for batch in batches:
             with torch.autocast(self.device.type, dtype=self.dtype, enabled=self.mixed):
@@ -100,10 +118,12 @@ class Trainer:
             self.scaler.scale(loss).backward()
             total = loss.detach() if total is None else total + loss.detach()
         if self.recipe.clip_norm > 0:
-            self.scaler.unscale_(self.optimizer)
+            for optimizer in self.optimizers:
+                self.scaler.unscale_(optimizer)
             torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.recipe.clip_norm)
         scale_before = self.scaler.get_scale() if self.average and self.mixed else 0.0
-        self.scaler.step(self.optimizer)
+        for optimizer in self.optimizers:
+            self.scaler.step(optimizer)
         self.scaler.update()
         # torch.amp does not say whether it stepped, but a skipped step lowers the scale.
         if self.average and (not self.mixed or self.scaler.get_scale() >= scale_before):
@@ -134,7 +154,7 @@ class Trainer:
 
     def count_ops(self, whole):
         """The twin of Trainer::count_ops."""
-        self.optimizer.zero_grad()
+        self.zero_grad()
         with torch.autograd.profiler.profile() as record:
             if whole:
                 self.iterate(self.inputs[0])
@@ -233,21 +253,22 @@ def serve(options):
     if options.casts == "tf32":
         torch.set_float32_matmul_precision("high")
     dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
-    fused = options.optimizer == "fused"
     # What the libraries load and set up on first use is not a model's memory.
     tiny = {"side": 4, "channels": 4}
     predicts = options.task == "inference"
     if predicts:
         Predictor("checkerboard", tiny, dtype, options.casts, "eager", device).run(1)
     else:
-        Trainer("checkerboard", tiny, dtype, fused, "eager", device).run(1)
+        # Without layers for Muon.
+        optimizer = "stock" if options.optimizer == "stock" else "fused"
+        Trainer("checkerboard", tiny, dtype, optimizer, "eager", device).run(1)
     before = process_memory("VmRSS")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     if predicts:
         runner = Predictor(options.model, sizes, dtype, options.casts, options.launch, device)
     else:
-        runner = Trainer(options.model, sizes, dtype, fused, options.launch, device)
+        runner = Trainer(options.model, sizes, dtype, options.optimizer, options.launch, device)
     count = sum(p.numel() for p in runner.module.parameters())
     print(f"ready parameters={count} libtorch={torch.__version__.split('+')[0]} "
           f"first_call={runner.first_call:.9g}", flush=True)
@@ -275,7 +296,7 @@ def main():
     parser.add_argument("--task", default="training", choices=["training", "inference"])
     parser.add_argument("--casts", default="torch")
     parser.add_argument("--dtype", required=True, choices=["fp32", "fp16", "bf16"])
-    parser.add_argument("--optimizer", required=True, choices=["stock", "fused"])
+    parser.add_argument("--optimizer", required=True, choices=["stock", "fused", "muon"])
     parser.add_argument("--launch", default="eager", choices=["eager", "captured", "compiled"])
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=0)

@@ -16,7 +16,7 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/base/snapshot.h"
 #include "torchamp/detail/core/scaler/read_once.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/detail/extras/accumulation/accumulation.h"
@@ -156,11 +156,10 @@ class Accumulation {
   void note_replayed_backward();
   /// For the library's own headers: the gradients of a window, at some time.
   struct Look {
-    bool is_open;       ///< whether the window was
-    bool is_as_left;    ///< whether the gradients were as the last backward() has left them
-    uint64_t versions;  ///< of the gradients: changes where they do
-    uint64_t time;      ///< PlainClips::tick()
-    std::vector<detail::WeakTensor> gradients;
+    bool is_open;           ///< whether the window was
+    bool is_as_left;        ///< whether the gradients were as the last backward() has left them
+    uint64_t times_scaled;  ///< how often the scaler had scaled
+    detail::Snapshot gradients;
   };
   /// For the library's own headers: how they are now.
   Look look() const;
@@ -207,9 +206,9 @@ class Accumulation {
   Stage stage_ = Stage::open;
   int64_t version_ = 0;        // of the scale, at the start of the window
   std::size_t gradients_ = 0;  // after the last backward()
-  uint64_t versions_ = 0;      // theirs
+  detail::Snapshot snapshot_;  // theirs
   uint64_t taken_ = 0;         // by masters until then
-  uint64_t added_at_ = 0;      // the time of that; with drop_bad, of the window's first
+  uint64_t began_at_ = 0;      // with drop_bad: the window, by ClipCalls::now()
   bool is_clear_ = false;      // with drop_bad: the gradients were, when the last call returned
   bool warned_ = false, warned_of_local_ = false;
   std::function<void()> before_unscale_, before_step_;

@@ -16,11 +16,11 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/gradients/clip_calls.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
 #include "torchamp/detail/core/gradients/norm.h"
 #include "torchamp/detail/core/gradients/shards.h"
 #include "torchamp/detail/core/gradients/unscale.h"
-#include "torchamp/detail/core/scaler/observed_clips.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 
@@ -152,7 +152,8 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
       // A maximum over processes may lose NaNs; a norm of scaled gradients tells of no quotient.
       const bool shows_non_finite =
           norm_type > 0. && !shards && !may_be_infinite && scale.defined();
-      deferred->add(optimizer, {excess, may_be_infinite, shows_non_finite, norm});
+      const bool names_no_scaler = !scale.defined() && !only_measures;
+      deferred->add(optimizer, {excess, may_be_infinite, shows_non_finite, norm, names_no_scaler});
       return norm;
     }
   }
@@ -171,9 +172,9 @@ inline void clip_value(const std::vector<GradientBatch>& batches, double value) 
 
 inline void check_before_step(const char* call, const GradScaler& scaler,
                               const torch::optim::Optimizer& optimizer) {
-  TORCHAMP_CHECK(!scaler.is_stepped(optimizer), call,
-                 ": this optimizer has been stepped already in this iteration. Clip between "
-                 "backward() and step(), and call update() after the last step().");
+  if (const OptimizerState* const state = ScalerParts::ledger(scaler).optimizers.find(optimizer)) {
+    check_allowed(*state, Call::clip, call);
+  }
 }
 
 }  // namespace detail
@@ -197,7 +198,7 @@ inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double
   if (shards) norm = shards->norm_of_all(norm, norm_type);
   if (!std::isfinite(max_norm)) return norm;
   if (!batches.empty()) detail::multiply(batches, detail::clip_coefficient(norm, max_norm));
-  detail::note_clip(params);
+  detail::ClipCalls::note(params);
   return norm;
 }
 
@@ -208,7 +209,7 @@ inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max
                                   double norm_type = 2.) {
   detail::check_limit("clip_grad_norm_: max_norm", max_norm);
   at::Tensor norm = detail::clip_norm(optimizer, at::Tensor(), max_norm, norm_type);
-  if (std::isfinite(max_norm)) detail::note_clip(optimizer);
+  if (std::isfinite(max_norm)) detail::ClipCalls::note(optimizer);
   return norm;
 }
 
@@ -232,10 +233,7 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
     }
   }
   at::Tensor norm = detail::clip_norm(optimizer, scale, max_norm, norm_type);
-  if (scaler.is_unscaled(optimizer)) {
-    detail::ScalerParts::ledger(scaler).order.backward->note_clipped(optimizer);
-  }
-  if (std::isfinite(max_norm)) detail::note_clip(optimizer, /*knows_scale=*/true);
+  if (std::isfinite(max_norm)) detail::ClipCalls::note(optimizer);
   return norm;
 }
 
@@ -245,7 +243,7 @@ inline void clip_grad_value_(at::TensorList params, double value) {
   detail::check_limit("clip_grad_value_: the value", value);
   const detail::InternalOps internal;
   detail::clip_value(detail::gradients_to_clip({params}, "clip_grad_value_"), value);
-  detail::note_clip(params);
+  detail::ClipCalls::note(params);
 }
 
 /// Clamps the unscaled gradients of all parameters of `optimizer` to [-value, value], after any
@@ -261,7 +259,7 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
     deferred->forget();
   }
   detail::clip_value(batches, value);
-  detail::note_clip(optimizer);
+  detail::ClipCalls::note(optimizer);
 }
 
 /// Clamps gradients that `scaler` has scaled, between backward() and scaler.step(optimizer);

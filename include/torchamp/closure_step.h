@@ -121,7 +121,7 @@ class ClosureStep {
 
   StepResult step_scaled() {
     const OptimizerState& state = ledger_.optimizers.of(optimizer_);
-    check_not_stepped(state);
+    check_allowed(state, Call::step, "GradScaler::step");
     TORCH_CHECK(state.stage == OptimizerState::Stage::ready,
                 "step(scaler, optimizer, closure): the gradients of this optimizer have been "
                 "unscaled. Step computes and unscales them itself: leave unscale_ out.");
@@ -133,14 +133,15 @@ class ClosureStep {
     std::vector<MissingGradient> missing;
     at::Tensor value;
     if (!latest_.had_gradients) {
-      missing = ledger_.report_missing(optimizer_, scale_.scale().device());
+      missing = missing_gradients(optimizer_, scale_.scale().device());
     } else if (!latest_.found_inf.read()) {
       value = step_from(std::move(loss));
     }
     OptimizerState& stepped = ledger_.optimizers.of(optimizer_);  // the closure may use others
     stepped = std::move(latest_);
-    return ScalerParts::result(
-        ledger_.finish(stepped, scale_, std::move(value), std::move(missing)));
+    const auto record = ledger_.finish(stepped, scale_, std::move(value), std::move(missing));
+    ledger_.warn_of_missing(record->missing);
+    return ScalerParts::result(record);
   }
 
   /// The result of the optimizer's step; undefined if it was abandoned. `first`: the loss, whose

@@ -35,6 +35,7 @@
 #include "torchamp/detail/core/autocast/environment-inl.h"
 #include "torchamp/detail/core/autocast/policy_scope-inl.h"
 #include "torchamp/detail/core/autocast/region-inl.h"
+#include "torchamp/detail/core/check_order/order_check-inl.h"
 #include "torchamp/detail/core/optim/fused_optimizer-inl.h"
 #include "torchamp/detail/core/policy/policy-inl.h"
 #include "torchamp/detail/core/policy/rules-inl.h"

@@ -97,7 +97,12 @@ class StepResult {
 /// that implements ScaledStep, such as FusedAdam, it does not. Other calls do not either, unless
 /// they say so. The number of kernels does not grow with the number of parameters.
 ///
-/// Errors are c10::Error; a call that fails leaves the scaler unchanged. One thread at a time.
+/// In its first iterations a scaler warns of calls in an order that trains wrongly: see
+/// GradScalerOptions::check_order.
+///
+/// Errors are c10::Error; a call that fails leaves the scaler unchanged. Exception: if the
+/// program's handler of warnings throws, or on_limit, step() without gradients or update() is
+/// complete. One thread at a time.
 class GradScaler {
  public:
   /// Checks the options; an error names the one that is out of range. The first scale() creates the
@@ -136,9 +141,10 @@ class GradScaler {
   /// not stepped: one warning, and the result, name the parameters and the reasons. If
   /// `optimizer.step()` throws, step() may be called again. Within a region, later ops use the new
   /// weights. Errors: LBFGS, which needs a closure (step() in closure_step.h); gradients that
-  /// appeared after unscale_ had found none, or that MasterWeights::take_gradients() made after it;
-  /// a fused optimizer two of whose parameters share a gradient, unless unscale_ has divided it; a
-  /// gradient that another optimizer's unscale_ or step has divided in this iteration.
+  /// appeared after unscale_ had found none, that MasterWeights::take_gradients() made after it, or
+  /// of a parameter that was added to the optimizer after it; a fused optimizer two of whose
+  /// parameters share a gradient, unless unscale_ has divided it; a gradient that another
+  /// optimizer's unscale_ or step has divided in this iteration.
   StepResult step(torch::optim::Optimizer& optimizer);
 
   /// Forgets what this iteration has recorded about `optimizer`, for a program that drops its
@@ -149,9 +155,7 @@ class GradScaler {
   /// Ends an iteration: backs off the scale if the gradients of any optimizer held an inf or a NaN,
   /// and grows it after growth_interval iterations without. An optimizer must have been stepped or
   /// unscaled before. Throws where a limit is set to throw. Warns once in a scaler's life after 100
-  /// consecutive bad iterations, or up to 32 later where only the device knows. In the first two
-  /// iterations it also warns of weights that `optimizer.step()` has changed while their gradients
-  /// were scaled, except those of LibTorch's SGD, whose step leaves no trace.
+  /// consecutive bad iterations, or up to 32 later if only the device knows.
   void update();
 
   /// Ends an iteration and sets the scale, whatever the gradients held; growth_tracker is

@@ -31,6 +31,15 @@ enum class HysteresisRefill {
   good_or_backed_off  ///< also after the scale has backed off (Paddle)
 };
 
+/// How long a GradScaler looks for calls in an order that trains wrongly, such as a clip of scaled
+/// gradients: see the guide's page on mistakes. It warns once of each. A mistake that begins later
+/// is not reported. Errors that are certain, such as a second unscale_, do not depend on this.
+struct CheckOrder {
+  /// Iterations from the first on. These are slower: they compare weights and gradients, without
+  /// waiting for a device. 0: none.
+  int64_t first_iterations = 3;
+};
+
 /// The argument of GradScalerOptions::on_limit.
 struct ScaleLimit {
   /// The kinds of limits.
@@ -107,6 +116,9 @@ struct GradScalerOptions {
   /// True: step() checks the gradients again after unscale_, clipping and changes by the program,
   /// in a second pass. torch.amp does not see what becomes non-finite after its only check.
   bool recheck = false;
+
+  /// Warnings of calls in an order that trains wrongly.
+  CheckOrder check_order{};
 
   /// torch.amp.GradScaler (torch/amp/grad_scaler.py of PyTorch 2.15): the defaults.
   static GradScalerOptions torch() { return {}; }

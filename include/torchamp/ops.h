@@ -72,7 +72,8 @@ inline constexpr std::string_view addition_ops[] = {"add"sv, "sub"sv, "rsub"sv};
 inline constexpr std::string_view reduction_ops[] = {
     "sum"sv, "nansum"sv, "mean"sv, "nanmean"sv, "prod"sv, "cumsum"sv, "cumprod"sv, "logsumexp"sv,
     "logcumsumexp"sv, "norm"sv, "linalg_norm"sv, "linalg_vector_norm"sv, "linalg_matrix_norm"sv,
-    "frobenius_norm"sv, "nuclear_norm"sv, "var"sv, "std"sv, "var_mean"sv, "std_mean"sv, "trace"sv};
+    "frobenius_norm"sv, "nuclear_norm"sv, "var"sv, "std"sv, "var_mean"sv, "std_mean"sv, "trace"sv,
+    "linalg__powsum"sv, "_foreach_norm"sv, "_foreach_powsum"sv};
 inline constexpr std::string_view order_statistic_ops[] = {
     "max"sv, "min"sv, "amax"sv, "amin"sv, "aminmax"sv, "argmax"sv, "argmin"sv, "median"sv,
     "nanmedian"sv, "mode"sv, "kthvalue"sv, "topk"sv, "sort"sv, "argsort"sv, "msort"sv, "cummax"sv,
@@ -82,7 +83,7 @@ inline constexpr std::string_view norm_ops[] = {
     "batch_norm"sv, "native_batch_norm"sv, "cudnn_batch_norm"sv, "instance_norm"sv};
 inline constexpr std::string_view softmax_ops[] = {
     "softmax"sv, "log_softmax"sv, "special_softmax"sv, "special_log_softmax"sv, "_softmax"sv,
-    "_log_softmax"sv};
+    "_log_softmax"sv, "_safe_softmax"sv};
 inline constexpr std::string_view loss_ops[] = {
     "mse_loss"sv, "l1_loss"sv, "smooth_l1_loss"sv, "huber_loss"sv, "nll_loss"sv, "nll_loss2d"sv,
     "nll_loss_nd"sv, "cross_entropy_loss"sv, "binary_cross_entropy"sv,

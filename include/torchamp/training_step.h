@@ -372,7 +372,7 @@ class TrainingStep {
   void check_loss(const at::Tensor& loss) const;
   TrainingResult learn(at::Tensor loss);
   void check_not_used() const;
-  void check_no_backward(const detail::StepOrder& order);
+  void check_no_backward(const detail::ScaleUse& use);
   static at::Tensor without_graph(at::Tensor&& loss);
   TrainingResult replay(const Tensors& inputs,
                         const std::function<at::Tensor(const Tensors&)>& function,

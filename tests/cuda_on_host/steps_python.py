@@ -41,8 +41,7 @@ def counts():
 def main():
     for model, sizes in SIZES.items():
         for optimizer in ("fused", "stock"):
-            trainer = Trainer(model, sizes, torch.float16, optimizer == "fused", "eager",
-                              torch.device("cuda"))
+            trainer = Trainer(model, sizes, torch.float16, optimizer, "eager", torch.device("cuda"))
             trainer.run(3)
             torch.cuda.synchronize()
             before = counts()

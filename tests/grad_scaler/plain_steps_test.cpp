@@ -12,6 +12,7 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "support/devices.h"
 #include "support/warnings.h"
@@ -481,4 +482,49 @@ TEST_P(StepAfterUnscaleOn, IsToldOnceTheInfHasArrived) {
     (void)weight.cpu();  // waits
   }
   EXPECT_THAT(warnings.text(), HasSubstr(with_infs));
+}
+
+// ---- Warnings that the program's handler throws -------------------------------------------------
+
+TEST(AWarningThatThrows, LeavesAStepWithoutGradientsComplete) {
+  for (const bool fused : {false, true}) {
+    const at::Tensor weight = torch::ones({4}).requires_grad_();
+    std::unique_ptr<torch::optim::Optimizer> optimizer =
+        std::make_unique<torch::optim::SGD>(std::vector<at::Tensor>{weight}, 0.5);
+    if (fused) {
+      optimizer = std::make_unique<torchamp::FusedSGD>(std::vector<at::Tensor>{weight},
+                                                       torch::optim::SGDOptions(0.5));
+    }
+    GradScaler scaler({.init_scale = 64.});
+    scaler.scale(torch::ones({}));
+    {
+      const ThrownWarnings warnings;
+      EXPECT_THROW(scaler.step(*optimizer), std::runtime_error);
+    }
+    EXPECT_TRUE(scaler.is_stepped(*optimizer));
+    scaler.update();
+    scaler.scale(weight.sum()).backward();
+    EXPECT_TRUE(scaler.step(*optimizer));
+    scaler.update();
+    EXPECT_EQ(weight[0].item<float>(), 0.5F);
+  }
+}
+
+TEST(ALimitThatThrows, LeavesTheUpdateComplete) {
+  const at::Tensor weight = torch::ones({4}).requires_grad_();
+  torchamp::FusedSGD optimizer({weight}, torch::optim::SGDOptions(0.5));
+  GradScaler scaler(
+      {.init_scale = 64.,
+       .max_skips_in_a_row = 1,
+       .at_max_skips = torchamp::AtLimit::call,
+       .on_limit = [](const torchamp::ScaleLimit&) { throw std::runtime_error("mine"); }});
+  scaler.scale((weight * HUGE_VAL).sum()).backward();
+  scaler.step(optimizer);
+  EXPECT_THROW(scaler.update(), std::runtime_error);
+  EXPECT_EQ(scaler.get_scale(), 32.);
+  EXPECT_FALSE(scaler.is_stepped(optimizer));
+  optimizer.zero_grad();
+  scaler.scale(weight.sum()).backward();
+  EXPECT_TRUE(scaler.step(optimizer));
+  scaler.update();
 }

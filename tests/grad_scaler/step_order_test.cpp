@@ -7,7 +7,6 @@
 #include <torch/torch.h>
 #include <torchamp/clip_grad.h>
 
-#include <cmath>
 #include <functional>
 #include <memory>
 #include <string>
@@ -190,34 +189,47 @@ TEST_P(StepOrder, AClipOfScaledGradientsByLibTorchsFunctionsIsToldOnce) {
   }
 }
 
-TEST_P(StepOrder, LibTorchsClipsTakeWhateverTheyTakeWithoutTorchamp) {
-  using torch::nn::utils::clip_grad_norm_;
-  const std::vector<at::Tensor> constant{w};
-  std::vector<at::Tensor> parameters{w};
-  loss_of(w).backward();
-  const double norm = w.grad().norm().item<double>();
-  EXPECT_FLOAT_EQ(clip_grad_norm_(w, 1e6), norm);
-  EXPECT_FLOAT_EQ(clip_grad_norm_({w}, 1e6), norm);
-  EXPECT_FLOAT_EQ(clip_grad_norm_({w, w}, 1e6, 2.), std::sqrt(2.) * norm);
-  EXPECT_FLOAT_EQ(clip_grad_norm_(constant, 1e6, 2., true), norm);
-  EXPECT_FLOAT_EQ(clip_grad_norm_(parameters, 1e6, 2., true), norm);
-  EXPECT_FLOAT_EQ(clip_grad_norm_(std::move(parameters), 1e6F, 2), norm);
-  torch::nn::utils::clip_grad_value_(w, 1e6);
-  torch::nn::utils::clip_grad_value_({w}, 1e6);
-  torch::nn::utils::clip_grad_value_(constant, 1e6);
-  w.mutable_grad().fill_(HUGE_VAL);
-  EXPECT_THROW(clip_grad_norm_(std::vector<at::Tensor>{w}, 1., 2., true), c10::Error);
+TEST_P(StepOrder, AClipByHandOfScaledGradientsIsReported) {
+  scaler.scale(loss_of(w)).backward();
+  const at::Tensor norm = w.grad().norm();
+  w.mutable_grad().mul_(1. / (norm + 1e-6));
+  scaler.step(*optimizer);
+  EXPECT_THAT(warnings.text(), HasSubstr(clipped_scaled));
+}
+
+TEST_P(StepOrder, AnAverageOfScaledGradientsIsNotAClip) {
+  for (int i = 0; i < 3; ++i) {
+    optimizer->zero_grad();
+    scaler.scale(w.sum()).backward();  // gradients of 64
+    w.mutable_grad().div_(2);          // a round norm, as a clip to 32 leaves
+    scaler.step(*optimizer);
+    scaler.update();
+  }
   EXPECT_THAT(warnings.text(), IsEmpty());
+}
+
+TEST_P(StepOrder, OnlyTheFirstIterationsAreChecked) {
+  for (const int64_t checked : {0, 1, 3}) {
+    GradScaler own({.init_scale = 64., .check_order = {.first_iterations = checked}});
+    const CollectedWarnings of_own;
+    for (int i = 0; i < 5; ++i) {
+      optimizer->zero_grad();
+      own.scale(loss_of(w)).backward();
+      if (i >= checked) torchamp::clip_grad_norm_({w}, 1.);
+      own.step(*optimizer);
+      own.update();
+    }
+    EXPECT_THAT(of_own.text(), IsEmpty()) << checked;
+  }
 }
 
 TEST_P(StepOrder, AClipBeforeBackwardIsToldOnce) {
   constexpr const char* too_early = "a clip in this iteration found no gradients";
-  for (int form = 0; form < 5; ++form) {
+  for (int form = 0; form < 4; ++form) {
     GradScaler own({.init_scale = 64.});
     const CollectedWarnings of_form;
     for (int i = 0; i < 3; ++i) {
       optimizer->zero_grad();
-      if (form == 4) torch::nn::utils::clip_grad_norm_(std::vector<at::Tensor>{w}, 1.);
       if (form == 0) torchamp::clip_grad_norm_({w}, 1.);
       if (form == 1) torchamp::clip_grad_norm_(*optimizer, 1.);
       if (form == 2) torchamp::clip_grad_value_({w}, 1.);
@@ -351,6 +363,19 @@ TEST_P(StepOrder, ABackwardOfOneOptimizersLossThatReachesAnothersUnscaledGradien
   scaler.scale(loss_of(v * w)).backward();
   scaler.step(*other);
   EXPECT_ERROR(scaler.step(*optimizer), added_late);
+}
+
+TEST_P(StepOrder, AGroupThatIsAddedAfterUnscaleIsAnErrorIfItHasGradients) {
+  const at::Tensor v = leaf({3}), u = leaf({3});
+  scaler.scale(loss_of(w) + loss_of(v)).backward();
+  scaler.unscale_(*optimizer);
+  optimizer->add_param_group(std::vector<at::Tensor>{u});
+  optimizer->add_param_group(std::vector<at::Tensor>{v});
+  const at::Tensor before = v.detach().clone();
+  EXPECT_ERROR(scaler.step(*optimizer), "a parameter with a gradient was added to this optimizer");
+  EXPECT_TRUE(at::equal(v, before));
+  v.mutable_grad().reset();
+  EXPECT_TRUE(scaler.step(*optimizer).stepped());
 }
 
 TEST_P(StepOrder, ABackwardAfterAClipThatNamesTheScalerIsAnError) {

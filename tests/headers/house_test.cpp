@@ -28,8 +28,8 @@ using Names = std::set<std::string>;
 // ---- Layers and topics --------------------------------------------------------------------------
 
 /// The folders of detail/core/, from the lowest layer up.
-constexpr std::string_view core_layers[] = {"base",      "runtime", "policy", "autocast",
-                                            "gradients", "optim",   "scaler"};
+constexpr std::string_view core_layers[] = {"base",      "runtime", "policy",      "autocast",
+                                            "gradients", "optim",   "check_order", "scaler"};
 /// It includes all of the core and nothing above it.
 constexpr std::string_view whole_core = "torchamp.h";
 

@@ -111,15 +111,10 @@ Stack cast_by_hand(Stack arguments, Cast effect, at::ScalarType region) {
   return arguments;
 }
 
-/// `asked`: for fp32, by the op's optional dtype.
 Outcome by_hand(const OpCase& op_case, const c10::OperatorHandle& op, const Variant& variant,
-                Cast effect, bool asked = false) {
+                Cast effect) {
   Stack arguments = make_arguments(op_case, op.schema(), variant);
-  if (asked) {
-    arguments.back() = static_cast<std::int64_t>(at::kFloat);
-  } else {
-    arguments = cast_by_hand(std::move(arguments), effect, variant.region);
-  }
+  arguments = cast_by_hand(std::move(arguments), effect, variant.region);
   return outcome_of(std::move(arguments), [&](Stack& stack) { op.callBoxed(stack); });
 }
 
@@ -173,27 +168,26 @@ TEST_P(TableOn, EveryRowGivesWhatArgumentsCastByHandGive) {
   const CollectedWarnings of_deprecated_ops;
   std::size_t calls = 0;
   std::set<std::string> errors;
-  for_each_case([&](const CaseSection& section, const OpCase& op_case,
-                    const c10::OperatorHandle& op) {
-    const auto rule = Rule::of(section, device == at::kCPU ? "cpu" : "cuda", op);
-    if (!rule || rule->effect == Cast::native) return;
-    // An op that CUDA leaves alone may call others that it does not.
-    if (device != at::kCPU && rule->effect == Cast::unchanged) return;
-    for (const Variant& variant : variants(op_case, device)) {
-      const Outcome expected =
-          by_hand(op_case, op, variant, rule->effect, section.attribute("reference") == "dtype");
-      // Where LibTorch has no kernel for the dtype, both calls end in the same error.
-      EXPECT_EQ(difference(under_standard(op_case, op, variant), expected,
-                           {.magnitudes = section.attribute("compare") == "magnitudes"}),
-                "")
-          << op_case.text << "\n  " << label(op_case, variant) << ", [" << section.title << ']';
-      ++calls;
-      if (!expected.error.empty()) {
-        errors.insert(op_case.op + " in " + python_name(variant.region) + ": " +
-                      expected.message.substr(0, 70));
-      }
-    }
-  });
+  for_each_case(
+      [&](const CaseSection& section, const OpCase& op_case, const c10::OperatorHandle& op) {
+        const auto rule = Rule::of(section, device == at::kCPU ? "cpu" : "cuda", op);
+        if (!rule || rule->effect == Cast::native) return;
+        // An op that CUDA leaves alone may call others that it does not.
+        if (device != at::kCPU && rule->effect == Cast::unchanged) return;
+        for (const Variant& variant : variants(op_case, device)) {
+          const Outcome expected = by_hand(op_case, op, variant, rule->effect);
+          // Where LibTorch has no kernel for the dtype, both calls end in the same error.
+          EXPECT_EQ(difference(under_standard(op_case, op, variant), expected,
+                               {.magnitudes = section.attribute("compare") == "magnitudes"}),
+                    "")
+              << op_case.text << "\n  " << label(op_case, variant) << ", [" << section.title << ']';
+          ++calls;
+          if (!expected.error.empty()) {
+            errors.insert(op_case.op + " in " + python_name(variant.region) + ": " +
+                          expected.message.substr(0, 70));
+          }
+        }
+      });
   std::cout << calls << " calls; those that fail by hand and failed in the same way:\n";
   for (const std::string& error : errors) std::cout << "  " << error << '\n';
 }

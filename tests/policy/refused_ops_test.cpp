@@ -144,6 +144,38 @@ TEST(RefusedOps, NoisyReluIsInFp32OnlyWhereACpuHasNoKernelForIt) {
   }
 }
 
+// Under LibTorch's own autocast they throw "Unexpected floating ScalarType" for one of the two.
+TEST(RefusedOps, CatStackAndIndexCopyTakeBoth16BitDtypes) {
+  const at::Tensor half = at::ones({2}, at::kHalf), brain = at::ones({2}, at::kBFloat16);
+  const auto copied = [](const at::Tensor& a, const at::Tensor& b) {
+    return a.index_copy(0, at::arange(2), b);
+  };
+  for (const at::ScalarType region : {at::kBFloat16, at::kHalf}) {
+    const AutocastGuard guard(at::kCPU, {.dtype = region});
+    for (const at::Tensor& x : {half, brain}) {
+      for (const at::Tensor& y : {half, brain}) {
+        const at::ScalarType widest = c10::promoteTypes(x.scalar_type(), y.scalar_type());
+        EXPECT_EQ(at::cat({x, y}).scalar_type(), widest);
+        EXPECT_EQ(at::stack({x, y}).scalar_type(), widest);
+        EXPECT_EQ(copied(x, y).scalar_type(), widest);
+        EXPECT_EQ(at::dot(x, y).scalar_type(), widest);
+      }
+    }
+  }
+}
+
+TEST(RefusedOps, LowRankNormsAndPolarDecompositionsTake16Bits) {
+  const at::Tensor matrix = at::linspace(-1, 2, 12).view({3, 4});
+  expect_fp32(
+      {{"linalg_matrix_norm",
+        [](const at::Tensor&, const at::Tensor& x) { return at::linalg_matrix_norm(x, 2); }},
+       {"linalg_norm",
+        [](const at::Tensor&, const at::Tensor& x) { return at::linalg_norm(x, -2); }},
+       {"linalg_norm, nuc",
+        [](const at::Tensor&, const at::Tensor& x) { return at::linalg_norm(x, "nuc"); }}},
+      matrix, matrix, /*grad=*/true);
+}
+
 TEST(RefusedOps, TakeTheirDtypeFromAFp32ArgumentAsBefore) {
   const AutocastGuard guard(at::kCPU);
   const at::Tensor x = at::linspace(-1, 1, 4).view({2, 2});

@@ -68,8 +68,8 @@ class ChildProcess {
     std::fflush(to_);
   }
 
-  /// The next line, without its end; nothing at the end of the output, or after `seconds`, when
-  /// the child is killed and was_killed().
+  /// The next line, without its end; nothing at the end of the output, or after `seconds` without
+  /// output, when the child is killed and was_killed(). With 0 or less: a line that is there.
   std::optional<std::string> read_line(double seconds = std::numeric_limits<double>::infinity()) {
     const auto begin = std::chrono::steady_clock::now();
     for (;;) {
@@ -80,14 +80,14 @@ class ChildProcess {
         return line;
       }
       const std::chrono::duration<double> gone = std::chrono::steady_clock::now() - begin;
-      if (gone.count() >= seconds) {
+      pollfd output{.fd = from_, .events = POLLIN, .revents = 0};
+      const double left = std::clamp(seconds - gone.count(), 0., 60.);
+      if (poll(&output, 1, static_cast<int>(std::ceil(left * 1000.))) <= 0) {
+        if (gone.count() < seconds) continue;
         kill(pid_, SIGKILL);
         was_killed_ = true;
         return std::nullopt;
       }
-      pollfd output{.fd = from_, .events = POLLIN, .revents = 0};
-      const double left = std::min(seconds - gone.count(), 60.);
-      if (poll(&output, 1, static_cast<int>(std::ceil(left * 1000.))) <= 0) continue;
       char text[4096];
       const ssize_t count = read(from_, text, sizeof text);
       if (count > 0) {

@@ -46,8 +46,9 @@ class Contestant {
         rounds_(std::move(record.rounds)),
         was_wrong_(record.is_wrong) {}
 
-  /// `clock`: "seconds" or "processor", see Note [Workers]. After `limit` seconds of waiting for
-  /// it, a worker is ended: it fails, or has the rounds that it has done.
+  /// `clock`: "seconds" or "processor", see Note [Workers]. After `limit` seconds of setting
+  /// itself up, or of waiting for its turns, a worker is ended: it fails, or has the rounds that it
+  /// has done.
   Contestant(Way way, std::vector<std::string> command, const std::filesystem::path& errors,
              std::string clock = "seconds", double limit = std::numeric_limits<double>::infinity())
       : way_(std::move(way)),
@@ -72,9 +73,12 @@ class Contestant {
   double final_loss() const { return rounds_.back().loss; }
   std::int64_t peak_bytes() const { return rounds_.back().peak_bytes; }
 
-  /// Waits until the worker has set itself up.
+  /// Waits until the worker has set itself up, which may take the limit since its start, whichever
+  /// worker was waited for meanwhile. Its turns may take the limit again.
   void wait_until_ready() {
+    seconds_left_ = limit_ - seconds_since(started_);
     const auto answer = expect("ready");
+    seconds_left_ = limit_;
     if (!answer) return;
     std::istringstream(field(*answer, "parameters")) >> parameters_;
     libtorch_ = field(*answer, "libtorch");
@@ -177,16 +181,21 @@ class Contestant {
 
   /// The worker's next line, at the cost of its time.
   std::optional<std::string> read_line() {
-    const auto begin = std::chrono::steady_clock::now();
+    const auto begin = Clock::now();
     auto line = worker_->read_line(seconds_left_);
-    seconds_left_ -=
-        std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count();
+    seconds_left_ -= seconds_since(begin);
     return line;
+  }
+
+  using Clock = std::chrono::steady_clock;
+  static double seconds_since(Clock::time_point begin) {
+    return std::chrono::duration<double>(Clock::now() - begin).count();
   }
 
   Way way_;
   std::string clock_;
   double limit_ = std::numeric_limits<double>::infinity(), seconds_left_ = limit_;
+  Clock::time_point started_ = Clock::now();
   std::unique_ptr<ChildProcess> worker_;
   std::string failure_;
   std::int64_t parameters_ = 0;

@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 #include <torchamp/optim.h>
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <utility>
@@ -68,11 +69,36 @@ inline std::unique_ptr<torch::optim::Optimizer> make_optimizer(const NamedParame
                                                                 torch::optim::SGDOptions(rate));
 }
 
-/// The optimizers of a way: `kind` is "stock" or "fused".
+/// Whether Muon steps this parameter: a matrix of a list's layer, such as layers.0.query.weight,
+/// not an embedding or a head.
+inline bool is_for_muon(const std::string& name, const at::Tensor& value) {
+  return value.dim() == 2 && std::count(name.begin(), name.end(), '.') >= 3;
+}
+
+/// The optimizers of a way. `kind`: "stock" and "fused" make one; "muon" makes FusedMuon for the
+/// matrices of the layers and a fused optimizer for the other parameters.
 inline std::vector<std::unique_ptr<torch::optim::Optimizer>> make_optimizers(
     const NamedParameters& parameters, const Recipe& recipe, const std::string& kind) {
   std::vector<std::unique_ptr<torch::optim::Optimizer>> optimizers;
-  optimizers.push_back(make_optimizer(parameters, recipe, kind != "stock"));
+  if (kind != "muon") {
+    optimizers.push_back(make_optimizer(parameters, recipe, kind == "fused"));
+    return optimizers;
+  }
+  std::vector<at::Tensor> matrices;
+  NamedParameters others;
+  for (const auto& [name, value] : parameters) {
+    if (is_for_muon(name, value)) {
+      matrices.push_back(value);
+    } else {
+      others.emplace_back(name, value);
+    }
+  }
+  auto muon = std::make_unique<torchamp::FusedMuon>(
+      matrices, torchamp::MuonOptions(recipe.learning_rate)
+                    .adjust_lr(torchamp::MuonOptions::AdjustLr::match_rms_adamw));
+  muon->drop_gradients_after_step();
+  optimizers.push_back(std::move(muon));
+  optimizers.push_back(make_optimizer(others, recipe, /*fused=*/true));
   return optimizers;
 }
 

@@ -159,8 +159,8 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
                         "memory; then the next.\nDefault: 6 on CUDA, else all.",
                         options.at_once, 1, 1000);
   arguments.add_integer("--limit",
-                        "Seconds that a way may take in all; then it is ended, and has the rounds "
-                        "that it has done.\nDefault: none.",
+                        "Seconds that a way may take to set itself up, and again for its turns; "
+                        "then it is ended, and has the\nrounds that it has done. Default: none.",
                         options.limit, 1, 100'000);
   arguments.add_integer("--compile-limit", "The same of a way with torch.compile. Default: none.",
                         options.compile_limit, 1, 100'000);
@@ -220,7 +220,7 @@ inline WorkerOptions parse_worker_options(int argc, const char* const* argv) {
   arguments.add("--policy", "FILE", "", options.policy);
   arguments.add("--audit", "FILE", "", options.audit);
   arguments.add_choice("--dtype", {"fp32", "fp16", "bf16"}, "", options.way.dtype);
-  arguments.add_choice("--optimizer", {"stock", "fused"}, "", options.way.optimizer);
+  arguments.add_choice("--optimizer", {"stock", "fused", "muon"}, "", options.way.optimizer);
   arguments.add_choice("--launch", {"eager", "captured"}, "", options.way.launch);
   arguments.add_choice("--variant",
                        {"plain", "masters", "recomputed", "together", "unfused", "kept", "parallel",

@@ -16,6 +16,7 @@
 
 #include "benchmark/comparison/child_process.h"
 #include "benchmark/comparison/contestant.h"
+#include "benchmark/comparison/make_optimizer.h"
 #include "benchmark/comparison/way.h"
 #include "benchmark/models.h"
 #include "support/format.h"
@@ -35,7 +36,7 @@ struct Plan {
   std::int64_t rounds = 7;
   std::int64_t threads = 0;
   std::int64_t at_once = 0;    ///< ways of a model that take turns; 0: all
-  double limit = 0.;           ///< seconds of each way; 0: none
+  double limit = 0.;           ///< seconds of each way, see Contestant; 0: none
   double compile_limit = 0.;   ///< the same of a way with torch.compile
   std::string clock = "wall";  ///< wall, processor
   std::filesystem::path out;
@@ -65,6 +66,13 @@ inline std::string why_not(const Plan& plan, const ModelEntry& model, const Way&
   if (way.variant == "recomputed" && !make()->recompute()) return "its layers cannot be recomputed";
   if (way.variant == "unfused" && !make()->add_biases_apart()) {
     return "it has no torch::nn::Linear for inputs of three dimensions";
+  }
+  if (way.optimizer == "muon") {
+    const NamedParameters parameters = named_parameters(make()->module());
+    if (std::none_of(parameters.begin(), parameters.end(),
+                     [](const auto& one) { return is_for_muon(one.first, one.second); })) {
+      return "it has no list of layers with matrices";
+    }
   }
   if (way.variant == "masters" && make()->recipe().weight_average) {
     return "the average of the weights would be one of weights in 16 bits";
@@ -175,8 +183,8 @@ inline std::vector<Way> choose_ways(const Plan& plan, Race& race, bool compiled)
   return ways;
 }
 
-/// Starts the workers of some ways, which set themselves up side by side. A way ends after `limit`
-/// seconds of waiting for it; 0: never.
+/// Starts the workers of some ways, which set themselves up side by side. `limit`: see Contestant;
+/// 0: none.
 inline void start(const Plan& plan, Race& race, const std::vector<Way>& ways, double limit) {
   for (const Way& way : ways) {
     race.contestants.emplace_back(way, worker_command(plan, race, way), plan.out / "workers.log",

@@ -4,6 +4,7 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <cstdint>
 #include <deque>
 #include <filesystem>
@@ -189,6 +190,26 @@ TEST(Race, AddsBiasesApartInModelsOfSequences) {
   EXPECT_EQ(counts["aten::matmul"], 2 * 6 + 1);
 }
 
+TEST(Race, TrainsTheMatricesOfLayersWithMuon) {
+  Way way = fused;
+  way.optimizer = "muon";
+  Plan plan;
+  plan.device = "cuda";
+  EXPECT_EQ(way.name(), "torchamp, bf16, Muon");
+  EXPECT_EQ(why_not(plan, find_model("bert"), way), "");
+  EXPECT_EQ(why_not(plan, find_model("gpt"), way), "");
+  EXPECT_EQ(why_not(plan, find_model("unet"), way), "it has no list of layers with matrices");
+  const ModelEntry& bert = find_model("bert");
+  const auto model = bert.make(bert.sizes.at(Preset::small));
+  std::vector<std::size_t> sizes;
+  for (const auto& optimizer :
+       make_optimizers(named_parameters(model->module()), model->recipe(), "muon")) {
+    sizes.push_back(optimizer->param_groups().front().params().size());
+  }
+  // Of each of two layers six matrices; the embeddings, the head, norms and biases.
+  EXPECT_THAT(sizes, ElementsAre(2 * 6, model->module().parameters().size() - 2 * 6));
+}
+
 TEST(Ways, CastWeightsTogetherWhereTheHostMayLimit) {
   std::vector<std::string> names;
   for (const Way& way : all_ways({"fp16"}, /*python=*/false, /*compiled=*/false, /*host=*/false)) {
@@ -342,6 +363,27 @@ TEST(Contestant, IsEndedAfterItsLimitAndKeepsTheRoundsThatItHasDone) {
   EXPECT_EQ(run(ready + ran + ran + hangs), "1 rounds");
   EXPECT_EQ(run(ready + ran + hangs), "not a round in 0.5 s (--limit)");
   EXPECT_EQ(run(hangs), "not a round in 0.5 s (--limit)");
+}
+
+TEST(Contestant, IsEndedAfterItsLimitFromItsStart) {
+  const auto make = [](const std::string& script) {
+    return Contestant(python, {"sh", "-c", script}, "/dev/null", "seconds", /*limit=*/0.5);
+  };
+  std::deque<Contestant> contestants;
+  for (int i = 0; i < 4; ++i) contestants.push_back(make("exec sleep 20"));
+  const std::string ran = "read a; echo ran seconds=1 processor=1 loss=1 first=1 peak=1 sent=0;";
+  contestants.push_back(make("echo ready parameters=1 libtorch=2.0;" + ran + ran));
+  const auto begin = std::chrono::steady_clock::now();
+  for (Contestant& contestant : contestants) contestant.wait_until_ready();
+  EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(1500));
+  Contestant& ready = contestants.back();
+  ready.warm_up(1);
+  ready.race(1);
+  EXPECT_EQ(ready.rounds().size(), 1U);
+  contestants.pop_back();
+  for (const Contestant& contestant : contestants) {
+    EXPECT_EQ(contestant.failure(), "not a round in 0.5 s (--limit)");
+  }
 }
 
 TEST(EarlierRuns, AreOneRaceForEachModelWithTheRoundsOfAllFiles) {

@@ -17,7 +17,7 @@ struct Way {
   /// narrow_kept (all ops in 16 bits), cast (the model itself was cast)
   std::string casts = "standard";
   std::string dtype = "bf16";       ///< fp16, bf16; fp32 if there are no casts
-  std::string optimizer = "stock";  ///< stock, fused
+  std::string optimizer = "stock";  ///< stock, fused, muon (with a fused one)
   std::string launch = "eager";     ///< eager, captured, compiled (torch.compile: Python)
   /// plain, masters, recomputed, together (weights are cast together), unfused (LibTorch's own
   /// forward() of torch::nn::Linear adds each bias in an op), kept (host memory); of several
@@ -44,6 +44,7 @@ struct Way {
     if (is_fp32() || casts == "cast") text = is_python() ? "Python" : "LibTorch";
     text += (casts == "cast" ? ", model cast to " : ", ") + (is_tf32() ? casts : dtype);
     if (optimizer == "fused") text += ", fused";
+    if (optimizer == "muon") text += ", Muon";
     if (is_captured() || is_compiled()) text += ", " + launch;
     if (variant == "kept") text += ", memory kept";
     if (variant == "masters") text += ", master weights";
@@ -108,6 +109,7 @@ inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool py
     add_tf32("python");
     for (const std::string& dtype : dtypes) {
       add("python", "torch", dtype);
+      if (!host && is_full(dtype)) ways.push_back({"python", "torch", dtype, "muon", "eager"});
       if (host) add_variant("python", "torch", dtype, "kept");
       if (compiled && is_full(dtype)) {
         ways.push_back({"python", "torch", dtype, "fused", "compiled"});
@@ -127,6 +129,7 @@ inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool py
     }
     if (host) continue;
     for (const char* launch : {"eager", "captured"}) {
+      ways.push_back({"cpp", "standard", dtype, "muon", launch});
       ways.push_back({"cpp", "standard", dtype, "fused", launch, "together"});
       ways.push_back({"cpp", "standard", dtype, "fused", launch, "unfused"});
     }

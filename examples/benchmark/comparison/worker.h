@@ -56,6 +56,7 @@ inline void use_once(const WorkerOptions& options, at::Device device) {
   Way way = options.way;
   way.launch = "eager";
   way.variant = "plain";
+  if (way.optimizer == "muon") way.optimizer = "fused";  // its layers are not for Muon
   if (way.casts == "audited") way.casts = "torch";
   auto model = find_model("checkerboard").make({{"side", 4}, {"channels", 4}});
   if (options.predicts) {

@@ -249,12 +249,26 @@ class AutocastKernel final : public c10::OperatorKernel {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     WrittenCopies written;
     std::optional<NoWarning> no_warning;
-    if (how.cast != Cast::unchanged) {
+    std::optional<at::ScalarType> result_dtype;
+    if (how.cast != Cast::unchanged || how.where == Where::backward_sums) {
       written = cast_arguments(how, facts, op, *stack);  // throws if they are not of this op
       if (facts->is_recurrent_layer) no_warning.emplace(scattered_weights);
+      if (how.where == Where::backward_sums) {
+        result_dtype = facts->cast_arguments.widen_for_backward(device_, *stack);
+      }
     }
     op.redispatchBoxed(keys & after_, stack);
+    if (result_dtype) cast_results(*result_dtype, op, *stack);
     if (!written.empty()) copy_back(written);
+  }
+
+  static void cast_results(at::ScalarType dtype, const c10::OperatorHandle& op,
+                           torch::jit::Stack& stack) {
+    for (std::size_t i = stack.size() - op.schema().returns().size(); i < stack.size(); ++i) {
+      c10::IValue& result = stack[i];
+      const bool is_wide = result.isTensor() && result.toTensor().scalar_type() == at::kFloat;
+      if (is_wide) result = result.toTensor().to(dtype);
+    }
   }
 
   WrittenCopies cast_arguments(const CallCast& how, const Facts* facts,
@@ -269,7 +283,9 @@ class AutocastKernel final : public c10::OperatorKernel {
     }
     const CastArguments& cast = facts->cast_arguments;
     if (how.where == Where::call_is_refused && !cast.is_refused(stack)) return {};
-    return cast(how.cast, device_, how.weight_casts, op.schema(), stack);
+    const bool only_writes = how.where == Where::call_sums && !cast.sums(stack);
+    return cast(only_writes ? Cast::promote : how.cast, device_, how.weight_casts, op.schema(),
+                stack);
   }
 
   std::optional<NativeKernel> native_;  // LibTorch's, which it replaces, if there is one

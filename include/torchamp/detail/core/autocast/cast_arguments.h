@@ -19,6 +19,7 @@
 #include <cstddef>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "torchamp/detail/core/base/devices.h"
@@ -47,7 +48,9 @@ class CastArguments {
  public:
   /// `promotes`: the op itself computes in the widest dtype of its arguments, as additions do.
   CastArguments(const c10::FunctionSchema& schema, bool promotes)
-      : count_(schema.arguments().size()), promotes_(promotes) {
+      : count_(schema.arguments().size()),
+        promotes_(promotes),
+        is_asked_for_dtype_(is_asked_for_dtype(schema)) {
     const auto& arguments = schema.arguments();
     const bool has_statistics =
         std::any_of(arguments.begin(), arguments.end(), [](const c10::Argument& argument) {
@@ -63,6 +66,8 @@ class CastArguments {
       }
       if (name == "weight" && schema.name() == "aten::instance_norm") unit_weight_position_ = i;
       if (name == "training" || name == "use_input_stats") training_position_ = i;
+      if (name == "accumulate" || name == "reduce") sum_position_ = i;
+      if (name == "sparse") sparse_position_ = i;
       if (!holds_tensors(*argument.type())) continue;
       const bool is_beside = has_statistics && (name == "weight" || name == "bias");
       auto& others = is_beside ? beside_statistics_ : positions_;
@@ -77,6 +82,37 @@ class CastArguments {
     const at::ScalarType dtype = arguments[0].toTensor().scalar_type();
     if (!training_position_) return !fits(arguments[count_ - 1], dtype);
     return dtype == at::kHalf && arguments[*training_position_].toBool();
+  }
+
+  /// Whether the call of an op in index_sum_ops sums: not if it only writes, or selects by `amax`
+  /// or `amin`.
+  bool sums(torch::jit::Stack& stack) const {
+    if (!sum_position_) return true;
+    const c10::IValue& value = *(stack.data() + (stack.size() - count_) + *sum_position_);
+    if (value.isBool()) return value.toBool();
+    const std::string_view reduction = value.toStringView();
+    return !reduction.ends_with("max") && !reduction.ends_with("min");
+  }
+
+  /// If autograd records the call and an argument in 16 bits requires a gradient: casts the 16-bit
+  /// arguments to fp32, and returns the dtype that the results would have had. Not for sparse
+  /// gradients, whose elements the backward pass does not add, and which no cast can have.
+  std::optional<at::ScalarType> widen_for_backward(at::DeviceType device,
+                                                   torch::jit::Stack& stack) const {
+    if (!at::GradMode::is_enabled()) return std::nullopt;
+    const Call call{device, stack.data() + (stack.size() - count_)};
+    if (sparse_position_ && call[*sparse_position_].toBool()) return std::nullopt;
+    bool needs_gradient = false;
+    for (const std::size_t position : positions_) {
+      for_each_tensor_of(call[position], [&](const at::Tensor& tensor) {
+        if (!call.can_cast(tensor) || !is_16_bit(tensor.scalar_type())) return;
+        needs_gradient = needs_gradient || tensor.requires_grad();
+      });
+    }
+    if (!needs_gradient) return std::nullopt;
+    const Dtype dtype = widest(call);
+    (void)to(at::kFloat, call);
+    return dtype;
   }
 
   /// Casts as `cast` says for a region of `device`. After the op has run, what it has written is to
@@ -100,7 +136,8 @@ class CastArguments {
       case Cast::promote:
         return written_position_ ? narrow(dtype_written_to(call)) : to(widest(call), call);
       case Cast::fp32:
-        if (dtype_position_ && ask_for_fp32(call)) return {};
+        if (dtype_position_ && (is_asked_for_dtype_ ? ask_for_fp32(call) : asks_for_16_bit(call)))
+          return {};
         if (promotes_ && widen_one(call)) return {};
         return to(at::kFloat, call);
       case Cast::native:
@@ -257,6 +294,12 @@ class CastArguments {
     return all_can_be_asked;
   }
 
+  /// Whether the caller asks for a result in 16 bits.
+  bool asks_for_16_bit(const Call& call) const {
+    const c10::IValue& dtype = call[*dtype_position_];
+    return !dtype.isNone() && is_16_bit(dtype.toScalarType());
+  }
+
   // Note [One cast for an addition]
   // An op with type promotion computes in fp32 as soon as one argument that decides the dtype is
   // fp32, and converts the other on the fly. Tensors with dimensions decide over those without. So
@@ -292,8 +335,11 @@ class CastArguments {
   std::optional<std::size_t> training_position_;  // of what says whether statistics are updated
   std::optional<std::size_t> written_position_;
   std::optional<std::size_t> unit_weight_position_;  // of instance_norm's weight
+  std::optional<std::size_t> sum_position_;          // of `accumulate` or `reduce`
+  std::optional<std::size_t> sparse_position_;       // of what says whether gradients are sparse
   std::size_t count_;
   bool promotes_;
+  bool is_asked_for_dtype_;
 };
 
 }  // namespace torchamp::detail

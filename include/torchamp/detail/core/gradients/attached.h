@@ -83,6 +83,18 @@ inline bool any_gradient(const torch::optim::Optimizer& optimizer) {
   return any_gradient(optimizer, [](const at::Tensor&) { return true; });
 }
 
+/// The parameters, and their gradients in the same order, of which some may be undefined, as walks
+/// for a Snapshot.
+inline auto walk_parameters(const torch::optim::Optimizer& optimizer) {
+  return [&optimizer](const auto& f) { return any_parameter(optimizer, f); };
+}
+inline auto walk_gradients(const torch::optim::Optimizer& optimizer) {
+  return [&optimizer](const auto& f) {
+    return any_parameter(optimizer,
+                         [&f](const at::Tensor& parameter) { return f(gradient_of(parameter)); });
+  };
+}
+
 /// Null for most tensors.
 inline WeightMeta* weight_meta_of(const at::TensorBase& tensor) {
   c10::BackendMeta* const meta = tensor.unsafeGetTensorImpl()->get_backend_meta();

@@ -7,10 +7,9 @@
 #include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
 #include <cstdint>
-#include <vector>
 
+#include "torchamp/detail/core/base/snapshot.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
@@ -20,9 +19,8 @@
 namespace torchamp::detail {
 
 // Note [What was clipped is what is stepped]
-// A deferred clip is a number, the divisor, and a list of the gradients it was computed from, each
-// by identity and version, so no device has to be asked whether they are unchanged. The list keeps
-// no gradient alive, but while it exists no other tensor can get one's address.
+// A deferred clip is a number, the divisor, and a Snapshot of the gradients it was computed from,
+// so no device has to be asked whether they are unchanged.
 //
 // The gradients that a step finds are
 //   the same         the step divides by the divisor
@@ -42,6 +40,8 @@ struct Divisor {
   /// Whether it is not finite where a gradient is not, or is too large to be divided by the scale.
   bool shows_non_finite = false;
   at::Tensor norm{};  ///< then to be checked with it, on devices whose ops lose NaNs
+  /// Whether the clip has named no scaler, and took the gradients as they are.
+  bool names_no_scaler = false;
 
   bool defined() const { return number.defined(); }
 
@@ -55,6 +55,11 @@ struct Divisor {
 
 /// What the gradients of an optimizer are still to be divided by when they are next stepped with.
 class DeferredClip {
+  /// The gradients that there are, in the optimizer's order.
+  static auto walk(const torch::optim::Optimizer& optimizer) {
+    return [&optimizer](const auto& f) { return any_gradient(optimizer, f); };
+  }
+
  public:
   /// Notes that the gradients that are there now are to be divided by `divisor`, on top of what is
   /// pending for them. An error if that was left for others, unless these are all gone.
@@ -63,13 +68,10 @@ class DeferredClip {
     divisor_ = divisor;  // also what it shows: its clip has read the same gradients
     if (before.defined()) {
       divisor_.number = divisor.times(before.number);
+      divisor_.names_no_scaler = before.names_no_scaler || divisor.names_no_scaler;
       divisor_.may_be_infinite = before.may_be_infinite || divisor.may_be_infinite;
     }
-    clipped_.clear();
-    any_gradient(optimizer, [&](const at::Tensor& gradient) {
-      clipped_.emplace_back(gradient);
-      return false;
-    });
+    clipped_ = Snapshot(walk(optimizer));
     graphs_ = at::sequence_number::peek();
   }
 
@@ -91,6 +93,10 @@ class DeferredClip {
     return {};
   }
 
+  /// Whether one is pending of a clip that has named no scaler.
+  bool has_named_no_scaler(const torch::optim::Optimizer& optimizer) const {
+    return divisor_.names_no_scaler && is_pending_for(optimizer);
+  }
   /// Whether a divisor is pending for just the gradients that are there now.
   bool is_pending_for(const torch::optim::Optimizer& optimizer) const {
     return divisor_.defined() && are_same(optimizer);
@@ -120,22 +126,16 @@ class DeferredClip {
   }
 
   bool are_same(const torch::optim::Optimizer& optimizer) const {
-    auto next = clipped_.begin();
-    const bool any_differs = any_gradient(optimizer, [&](const at::Tensor& gradient) {
-      return next == clipped_.end() || !(next++)->is_unchanged(gradient);
-    });
-    return !any_differs && next == clipped_.end();
+    return clipped_.is_same(walk(optimizer));
   }
   bool is_any_there(const torch::optim::Optimizer& optimizer) const {
-    return any_gradient(optimizer, [this](const at::Tensor& gradient) {
-      return std::any_of(clipped_.begin(), clipped_.end(),
-                         [&](const SeenTensor& one) { return one.is(gradient); });
-    });
+    return any_gradient(optimizer,
+                        [this](const at::Tensor& gradient) { return clipped_.contains(gradient); });
   }
 
   Divisor divisor_;
-  std::vector<SeenTensor> clipped_;  // the gradients, in the optimizer's order
-  uint64_t graphs_ = 0;              // nodes that this thread had recorded then
+  Snapshot clipped_;
+  uint64_t graphs_ = 0;  // nodes that this thread had recorded then
 };
 
 /// What the step of a scaler divides gradients by: the scale times what a clip has deferred.
@@ -155,12 +155,18 @@ class ClippingStep : public ScaledStep {
 
  private:
   friend DeferredClip* find_deferred_clip(torch::optim::Optimizer&);
+  friend const DeferredClip* find_deferred_clip(const torch::optim::Optimizer&);
   friend at::Tensor call_scaled_step(ScaledStep&, const StepDivisor&, const at::Tensor&);
 };
 
 /// Null for an optimizer whose gradients a clip has to multiply at once.
 inline DeferredClip* find_deferred_clip(torch::optim::Optimizer& optimizer) {
   auto* const step = dynamic_cast<ClippingStep*>(&optimizer);
+  return step ? &step->deferred_clip_ : nullptr;
+}
+
+inline const DeferredClip* find_deferred_clip(const torch::optim::Optimizer& optimizer) {
+  const auto* const step = dynamic_cast<const ClippingStep*>(&optimizer);
   return step ? &step->deferred_clip_ : nullptr;
 }
 

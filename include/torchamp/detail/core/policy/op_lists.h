@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/autocast_mode.h>
+#include <ATen/core/function_schema.h>
 #include <ATen/core/operator_name.h>
 #include <c10/core/DeviceType.h>
 
@@ -42,10 +43,10 @@ inline constexpr std::string_view decomposition_ops[] = {
     "cholesky_solve"sv, "linalg_cholesky"sv, "linalg_cholesky_ex"sv, "linalg_eig"sv,
     "linalg_eigh"sv, "linalg_eigvals"sv, "linalg_eigvalsh"sv, "linalg_qr"sv, "qr"sv,
     "linalg_svd"sv, "svd"sv, "linalg_svdvals"sv, "linalg_lstsq"sv, "linalg_matrix_rank"sv,
-    "linalg_cond"sv, "linalg_tensorinv"sv, "linalg_tensorsolve"sv,
+    "linalg_cond"sv, "linalg_tensorinv"sv, "linalg_tensorsolve"sv, "linalg_polar"sv,
     "linalg_householder_product"sv, "geqrf"sv, "orgqr"sv, "ormqr"sv, "linalg_vander"sv, "vander"sv};
 inline constexpr std::string_view fp32_only_ops[] = {
-    "histogram"sv, "histogramdd"sv, "special_airy_ai"sv, "special_bessel_j0"sv,
+    "histc"sv, "histogram"sv, "histogramdd"sv, "special_airy_ai"sv, "special_bessel_j0"sv,
     "special_bessel_j1"sv, "special_bessel_y0"sv, "special_bessel_y1"sv,
     "special_chebyshev_polynomial_t"sv, "special_chebyshev_polynomial_u"sv,
     "special_chebyshev_polynomial_v"sv, "special_chebyshev_polynomial_w"sv, "special_erfcx"sv,
@@ -75,10 +76,13 @@ inline constexpr std::string_view fp32_by_cpu_list_ops[] = {
     "fft_rfft"sv, "fft_irfft"sv, "fft_rfft2"sv, "fft_irfft2"sv, "fft_rfftn"sv, "fft_irfftn"sv,
     "fft_hfft"sv, "fft_ihfft"sv, "fft_hfft2"sv, "fft_ihfft2"sv, "fft_hfftn"sv, "fft_ihfftn"sv,
     "stft"sv, "istft"sv, "quantile"sv, "nanquantile"sv, "ctc_loss"sv, "polar"sv, "complex"sv};
+/// LibTorch casts them to the widest dtype, but throws if an argument has the 16-bit dtype that is
+/// not the region's. So torchamp's kernels run them.
+inline constexpr std::string_view cpu_promoted_ops[] = {"cat"sv, "stack"sv};
+inline constexpr std::string_view promoted_ops[] = {"index_copy"sv};
 inline constexpr std::string_view one_dtype_ops[] = {
-    "lerp"sv, "index_add"sv, "index_copy"sv, "index_reduce"sv, "scatter"sv, "scatter_reduce"sv,
-    "masked_scatter"sv, "put"sv, "linalg_cross"sv, "heaviside"sv, "isclose"sv, "allclose"sv,
-    "embedding_bag"sv, "cartesian_prod"sv, "meshgrid"sv, "_weight_norm"sv};
+    "lerp"sv, "scatter"sv, "masked_scatter"sv, "linalg_cross"sv, "heaviside"sv, "isclose"sv,
+    "allclose"sv, "cartesian_prod"sv, "meshgrid"sv, "_weight_norm"sv};
 inline constexpr std::string_view one_dtype_in_place_ops[] = {
     "lerp_"sv, "index_add_"sv, "index_copy_"sv, "index_put_"sv, "index_reduce_"sv, "scatter_"sv,
     "scatter_add_"sv, "scatter_reduce_"sv, "masked_scatter_"sv, "put_"sv, "addmm_"sv, "addmv_"sv,
@@ -86,8 +90,45 @@ inline constexpr std::string_view one_dtype_in_place_ops[] = {
     "addmv.out"sv, "addbmm.out"sv, "baddbmm.out"sv, "linear.out"sv};
 // clang-format on
 
-/// The same; what it returns is a view of its argument, unless that is cast.
+// clang-format off
+/// See Note [Sums in 16 bits].
+inline constexpr std::string_view index_sum_ops[] = {
+    "index_add"sv, "index_put"sv, "_unsafe_index_put"sv, "_unsafe_masked_index_put_accumulate"sv,
+    "put"sv, "index_reduce"sv, "scatter_add"sv, "scatter.reduce"sv, "scatter.value_reduce"sv,
+    "scatter_reduce"sv, "segment_reduce"sv, "col2im"sv, "addbmm"sv};
+inline constexpr std::string_view gather_ops[] = {
+    "index"sv, "_unsafe_index"sv, "_unsafe_masked_index"sv, "index_select"sv, "take"sv,
+    "embedding"sv, "im2col"sv, "unfold_copy"sv, "avg_pool2d"sv, "_adaptive_avg_pool2d"sv,
+    "adaptive_max_pool2d"sv, "max_pool2d_with_indices"sv};
+inline constexpr std::string_view gather_of_one_dtype_ops[] = {"embedding_bag"sv};
+/// Ops with a `dtype` argument whose backward formulas compute in the dtype of the result. For the
+/// rule fp32 they are asked for fp32, which saves the cast of the input. The formulas of all other
+/// ops with such an argument (norms) compute in the dtype of the input, so that is cast.
+inline constexpr std::string_view asked_for_dtype_ops[] = {
+    "sum"sv, "nansum"sv, "mean"sv, "nanmean"sv, "prod"sv, "cumsum"sv, "cumprod"sv, "softmax"sv,
+    "log_softmax"sv, "special_softmax"sv, "special_log_softmax"sv};
+// clang-format on
+
+// Note [Sums in 16 bits]
+// Ops that add up elements by an index, a window or a segment round each partial sum to the dtype
+// of the result: 5,000 ones sum to 256 in bf16 and to 2,048 in fp16.
+//  - Those that sum in the forward pass (index_sum_ops) run in fp32 on all devices: a CPU adds in
+//    16 bits, and so do a GPU's atomic additions and its index_put with accumulate. addbmm adds the
+//    products of its batch one by one. A call that only writes (index_put without accumulate, the
+//    reduction amax) takes the widest dtype of its arguments.
+//  - Those that sum in the backward pass (gather_ops) keep the dtype of the result. On a CPU, if
+//    autograd records a call, its 16-bit arguments are cast to fp32 and the result is cast back, so
+//    the backward pass sums in fp32. The values are the same: these ops select elements, or average
+//    them in fp32 already. A GPU has kernels that sum in fp32 for embeddings and pools, and its
+//    memory is too scarce for an fp32 copy of each indexed tensor.
+// Leaf ops are named: interpolation of the mode area calls _adaptive_avg_pool2d, repeat_interleave
+// calls index_select, the pools in one dimension call those in two. No rule reaches views (unfold,
+// as_strided) and in-place sums into a 16-bit tensor.
+
+/// The same as above; what it returns is a view of its argument, unless that is cast.
 inline constexpr std::string_view complex_view_ops[] = {"view_as_complex"};
+/// Of an fp16 argument, its backward pass throws if softmax runs in fp32 within it.
+inline constexpr std::string_view safe_softmax_ops[] = {"_safe_softmax"};
 inline constexpr std::string_view fill_ops[] = {"masked_fill.Scalar"};
 /// In training, without an fp16 kernel on a CPU.
 inline constexpr std::string_view noisy_ops[] = {"rrelu"};
@@ -166,8 +207,14 @@ inline constexpr OpFamily sparse("sparse", sparse_ops);
 inline constexpr OpFamily sampling("sampling", sampling_ops);
 inline constexpr OpFamily fp32_by_cpu_list("fp32_by_cpu_list", fp32_by_cpu_list_ops);
 inline constexpr OpFamily complex_view("complex_view", complex_view_ops);
+inline constexpr OpFamily index_sum("index_sum", index_sum_ops);
+inline constexpr OpFamily gather("gather", gather_ops);
+inline constexpr OpFamily gather_of_one_dtype("gather_of_one_dtype", gather_of_one_dtype_ops);
+inline constexpr OpFamily cpu_promoted("cpu_promoted", cpu_promoted_ops);
+inline constexpr OpFamily promoted("promoted", promoted_ops);
 inline constexpr OpFamily one_dtype("one_dtype", one_dtype_ops);
 inline constexpr OpFamily one_dtype_in_place("one_dtype_in_place", one_dtype_in_place_ops);
+inline constexpr OpFamily safe_softmax("safe_softmax", safe_softmax_ops);
 inline constexpr OpFamily fill("fill", fill_ops);
 inline constexpr OpFamily noisy("noisy", noisy_ops);
 inline constexpr OpFamily probability_loss("probability_loss", probability_loss_ops);
@@ -180,6 +227,8 @@ enum class Where : std::uint8_t {
   no_native_kernel,  ///< where LibTorch has no autocast kernel of its own for the op
   no_16_bit_layer,   ///< where a CPU has no such layer: see Note [Recurrent layers]
   call_is_refused,   ///< for calls that LibTorch refuses: see Note [What LibTorch refuses]
+  call_sums,         ///< for calls that sum; other calls follow the rule promote
+  backward_sums,     ///< always, and the backward pass in fp32: see Note [Sums in 16 bits]
 };
 
 /// What a table says of an op.
@@ -202,6 +251,12 @@ inline constexpr StandardRow standard_rows[] = {
     {ops::addition, {Cast::fp32}},
     {ops::reduction, {Cast::fp32}},
     {ops::order_statistic, {Cast::unchanged}},
+    {index_sum, {Cast::fp32, Where::call_sums}},
+    {gather, {Cast::unchanged}, /*on_cpu=*/{Cast::unchanged, Where::backward_sums}},
+    {gather_of_one_dtype, {Cast::promote}, /*on_cpu=*/{Cast::promote, Where::backward_sums}},
+    {cpu_promoted, {Cast::unchanged}, /*on_cpu=*/{Cast::promote}},
+    {promoted, {Cast::promote}},
+    {safe_softmax, {Cast::fp32}},
     {probability_loss, {Cast::fp32}},
     {recurrent_layer, {Cast::lower_precision}, /*on_cpu=*/{Cast::fp32, Where::no_16_bit_layer}},
     {decomposition, {Cast::fp32, Where::no_native_kernel}},
@@ -298,6 +353,11 @@ struct StandardEntry {
 
 /// The entry of an op, from its row or else from LibTorch's lists; null if it has none.
 const StandardEntry* standard_entry(const c10::OperatorName& op);
+
+/// Whether the rule fp32 sets the `dtype` argument of the op, if it has one, and casts nothing.
+inline bool is_asked_for_dtype(const c10::FunctionSchema& schema) {
+  return is_among(asked_for_dtype_ops, base_of(schema.operator_name()));
+}
 
 /// The rule on LibTorch's own CUDA lists; native if there is none.
 inline Cast listed_cast(const c10::OperatorName& op) {

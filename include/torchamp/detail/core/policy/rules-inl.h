@@ -81,7 +81,9 @@ TORCHAMP_RARE inline StandardTable make_standard_table() {
   }
   for (const ListedRule& listed : libtorch_cuda_lists) {
     const TableRule rule{listed.cast, Where::no_native_kernel};
-    table[listed.op()].push_back({listed.overload(), rule, /*on_cpu=*/rule, /*may_alias=*/false});
+    // LibTorch's kernels throw for the 16-bit dtype that is not the region's.
+    const TableRule on_cuda = listed.cast == Cast::promote ? TableRule{Cast::promote} : rule;
+    table[listed.op()].push_back({listed.overload(), on_cuda, rule, /*may_alias=*/false});
   }
   return table;
 }
@@ -139,19 +141,30 @@ inline bool may_be_cast_by_libtorch(const c10::OperatorHandle& op, at::DeviceTyp
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
 }
 
+/// Whether the op has a `dtype` argument that LibTorch's kernel sets to fp32, although the backward
+/// formula needs the input in fp32.
+inline bool lacks_cast_for_backward(const c10::FunctionSchema& schema) {
+  for (const auto& argument : schema.arguments()) {
+    if (is_dtype(argument, /*optional=*/true)) return !is_asked_for_dtype(schema);
+  }
+  return false;
+}
+
 /// Whether LibTorch's own kernel does what a rule says; known only of those on CUDA's lists.
 inline bool libtorch_does_so(Cast cast, const c10::OperatorHandle& op, at::DeviceType device) {
+  if (cast == Cast::promote) return false;  // it throws for one of the two 16-bit dtypes
   return facts_of(device).follows_cuda_lists && has_native_kernel(op, device) &&
-         listed_cast(op.operator_name()) == cast;
+         listed_cast(op.operator_name()) == cast && !lacks_cast_for_backward(op.schema());
 }
 
 /// Whether an op needs an autocast kernel of torchamp's for a rule. `is_edits`: an edit says so.
-inline bool needs_kernel(Cast cast, bool is_edits, const c10::OperatorHandle& op,
+inline bool needs_kernel(const TableRule& rule, bool is_edits, const c10::OperatorHandle& op,
                          at::DeviceType device) {
-  if (cast == Cast::native) return false;
+  if (rule.cast == Cast::native) return false;
+  if (rule.where == Where::backward_sums) return true;
   // A table says so only of what LibTorch does not cast.
-  if (cast == Cast::unchanged) return is_edits && may_be_cast_by_libtorch(op, device);
-  return !libtorch_does_so(cast, op, device);
+  if (rule.cast == Cast::unchanged) return is_edits && may_be_cast_by_libtorch(op, device);
+  return !libtorch_does_so(rule.cast, op, device);
 }
 
 /// Whether compiled code may call the op's kernel: see Note [Compiled code].
@@ -166,7 +179,7 @@ TORCHAMP_COLD KernelRule kernel_rule(const PolicyData& policy, const TabledOp& o
   const TableRule rule = unconditional_rule(policy, edited, of, device);
   const bool is_edits = edited != nullptr && edited->has_cast && edited->cast == rule.cast;
   KernelRule of_kernel;
-  if (needs_kernel(rule.cast, is_edits, of.op, device)) {
+  if (needs_kernel(rule, is_edits, of.op, device)) {
     of_kernel.cast = rule.cast;
     of_kernel.where = rule.where;
     if (rule.cast == Cast::fp8) of_kernel.op_rule = policy.edits[edited->edit].op_rule.get();

@@ -61,6 +61,8 @@ inline void check_options(const GradScalerOptions& options) {
                    options.growth_tracker_start >= std::numeric_limits<int32_t>::min(),
                call, "growth_tracker_start", options.growth_tracker_start,
                "It is 0, or below 0 to delay growth after a bad iteration.");
+  check_option(options.check_order.first_iterations >= 0, call, "check_order.first_iterations",
+               options.check_order.first_iterations, "It is 0 (no check) or more.");
   check_option(options.max_skips_in_a_row >= 0, call, "max_skips_in_a_row",
                options.max_skips_in_a_row, "It is 0 (no limit) or more.");
   const bool calls = options.at_min_scale == AtLimit::call ||

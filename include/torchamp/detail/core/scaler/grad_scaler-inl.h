@@ -20,7 +20,7 @@
 #include "torchamp/detail/core/gradients/deferred_clip.h"
 #include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/core/scaler/check_options.h"
-#include "torchamp/detail/core/scaler/misuse-inl.h"
+#include "torchamp/detail/core/scaler/scaled_loss-inl.h"
 #include "torchamp/detail/core/scaler/step-inl.h"
 #include "torchamp/detail/core/scaler/step.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
@@ -76,7 +76,10 @@ TORCHAMP_COLD std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
   for (const at::Tensor& output : outputs) {
     TORCHAMP_CHECK_VALUE(output.defined(),
                          "GradScaler::scale: the tensor is undefined. Pass the loss.");
-    ledger_.scaled.check_not_in(output, "GradScaler::scale");
+    TORCHAMP_CHECK_VALUE(
+        !detail::ScaledLoss::is_made_by(output.grad_fn().get(), *ledger_.backward),
+        "GradScaler::scale: this tensor has been scaled already, and its gradients would be too "
+        "large by the scale. Pass the loss as it was before scale().");
   }
   const bool is_first = !scale_.created();
   if (is_first) scale_.create(outputs.front().device());
@@ -90,12 +93,12 @@ TORCHAMP_COLD std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
           here = detail::to_device_async(output.device(), scale_.scale());
         }
         output = at::mul(output, here);
-        ledger_.watch_scaled(output);
+        ledger_.note_scaled(output);
       }
     } else {
-      ledger_.order.backward->note_loss_without_hook();
+      ledger_.note_not_scaled();
     }
-    ledger_.order.note_scaled();
+    ledger_.use.note_scaled();
   } catch (...) {
     if (is_first) scale_.drop();
     throw;
@@ -107,19 +110,10 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!is_enabled()) return;
   scale_.check_created("unscale_");
   detail::OptimizerState& state = ledger_.optimizers.of(optimizer);
-  TORCHAMP_CHECK(!state.in_closure,
-                 "GradScaler::unscale_: the closure of this optimizer's step has called unscale_. "
-                 "Let it only compute and return the loss: step unscales.");
-  TORCHAMP_CHECK(state.stage != detail::OptimizerState::Stage::unscaled,
-                 "GradScaler::unscale_: the gradients of this optimizer have been unscaled "
-                 "already. Call unscale_ once for each optimizer between two calls of update(). "
-                 "(If an exception came before update(), call discard(optimizer).)");
-  TORCHAMP_CHECK(state.stage != detail::OptimizerState::Stage::stepped,
-                 "GradScaler::unscale_: this optimizer has been stepped already. Call unscale_ "
-                 "before step, and update() after it.");
-  if (!scale_.stays_at_one()) ledger_.order.check(optimizer, "GradScaler::unscale_");
+  detail::check_allowed(state, detail::Call::unscale, "GradScaler::unscale_");
+  if (!scale_.stays_at_one()) ledger_.check_divides(optimizer, "GradScaler::unscale_");
   state = detail::unscale_gradients(optimizer, scale_, "GradScaler::unscale_");
-  ledger_.order.backward->note_left(optimizer);
+  ledger_.note_unscaled(optimizer, state);
 }
 
 TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
@@ -135,13 +129,13 @@ TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   }
   scale_.check_created("step");
   detail::OptimizerState& state = ledger_.optimizers.of(optimizer);  // stays valid until update()
-  detail::check_not_stepped(state);
+  detail::check_allowed(state, detail::Call::step, "GradScaler::step");
   if (state.stage == detail::OptimizerState::Stage::unscaled) {
-    detail::check_complete(optimizer, state, ledger_.order);
+    detail::check_complete(optimizer, state, ledger_);
   } else if (!scale_.stays_at_one()) {
-    ledger_.order.check(optimizer, "GradScaler::step");
+    ledger_.check_divides(optimizer, "GradScaler::step");
   }
-  ledger_.order.warn_of_early_clip(optimizer);
+  ledger_.check_steps(optimizer);
 
   auto* const fused = dynamic_cast<ScaledStep*>(&optimizer);
   const detail::StepDivisor divisor =
@@ -152,20 +146,22 @@ TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   std::vector<MissingGradient> missing;
   at::Tensor value;
   if (!state.had_gradients) {
-    missing = ledger_.report_missing(optimizer, scale_.scale().device());
+    missing = missing_gradients(optimizer, scale_.scale().device());
   } else if (fused) {
     value = detail::call_scaled_step(*fused, divisor, state.found_inf.tensor);
   } else if (!state.found_inf.read()) {
     value = optimizer.step();
     detail::note_written(optimizer);
   }
-  ledger_.order.backward->note_left(optimizer);
-  return StepResult(ledger_.finish(state, scale_, std::move(value), std::move(missing)));
+  ledger_.note_stepped(optimizer, state);
+  const auto record = ledger_.finish(state, scale_, std::move(value), std::move(missing));
+  ledger_.warn_of_missing(
+      record->missing);  // the step is complete: the program's handler may throw
+  return StepResult(record);
 }
 
 TORCHAMP_BODY void GradScaler::discard(const torch::optim::Optimizer& optimizer) {
-  ledger_.optimizers.reset(optimizer);
-  ledger_.order.backward->forget(optimizer);
+  ledger_.discard(optimizer);
 }
 
 TORCHAMP_COLD void GradScaler::update() {
@@ -184,9 +180,10 @@ TORCHAMP_COLD void GradScaler::update() {
     if (!found.flags.empty() && !scale_.knows(found)) ledger_.keep_results();
     met = scale_.update(found);
   }
-  const bool has_kept_gradients = ledger_.order.backward->has_kept_gradients();
-  ledger_.end_iteration();
-  scale_.announce(met, has_kept_gradients);  // last: it may run the program's code, which may throw
+  const auto mistakes = ledger_.end_iteration();
+  // Last: these may run the program's code, which may throw, or call the scaler.
+  ledger_.warn_of("GradScaler::update", mistakes);
+  scale_.announce(met);
 }
 
 TORCHAMP_BODY void GradScaler::update(double new_scale) {
@@ -196,8 +193,9 @@ TORCHAMP_BODY void GradScaler::update(double new_scale) {
   const detail::InternalOps guard;
   ledger_.keep_results();
   scale_.set_scale(static_cast<float>(new_scale));
-  ledger_.end_iteration();
-  ledger_.order.note_known();
+  const auto mistakes = ledger_.end_iteration();
+  ledger_.note_scale_is_known();
+  ledger_.warn_of("GradScaler::update", mistakes);
 }
 
 TORCHAMP_BODY void GradScaler::update(const at::Tensor& new_scale) {
@@ -214,17 +212,18 @@ TORCHAMP_BODY void GradScaler::update(const at::Tensor& new_scale) {
   const detail::InternalOps guard;
   ledger_.keep_results();
   scale_.set_scale(new_scale);
-  ledger_.end_iteration();
-  ledger_.order.note_known();
+  const auto mistakes = ledger_.end_iteration();
+  ledger_.note_scale_is_known();
+  ledger_.warn_of("GradScaler::update", mistakes);
 }
 
 TORCHAMP_BODY double GradScaler::get_scale() const {
-  ledger_.order.note_asked(/*for_good=*/false);
+  ledger_.use.note_read(/*for_good=*/false);
   return is_enabled() ? scale_.read_scale() : 1.;
 }
 
 TORCHAMP_BODY at::Tensor GradScaler::scale_tensor() const {
-  ledger_.order.note_asked(/*for_good=*/true);  // update() changes it in place
+  ledger_.use.note_read(/*for_good=*/true);  // update() changes it in place
   return is_enabled() ? scale_.scale() : at::Tensor();
 }
 
@@ -250,7 +249,7 @@ TORCHAMP_BODY at::Tensor GradScaler::found_inf(const torch::optim::Optimizer& op
 }
 
 TORCHAMP_BODY GradScalerState GradScaler::state_dict() const {
-  ledger_.order.note_known();
+  ledger_.note_scale_is_known();
   return is_enabled() ? scale_.state_of(scale_.read()) : GradScalerState();
 }
 
@@ -258,7 +257,7 @@ TORCHAMP_BODY void GradScaler::load_state_dict(const GradScalerState& state) {
   if (!is_enabled()) return;
   detail::restore_scaler(*this, "GradScaler::load_state_dict", state,
                          detail::initial_memory(options()));
-  ledger_.order.note_known();
+  ledger_.note_scale_is_known();
 }
 
 }  // namespace TORCHAMP_NAMESPACE

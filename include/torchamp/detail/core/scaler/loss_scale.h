@@ -28,7 +28,6 @@
 #include "torchamp/detail/core/scaler/scale_limits.h"
 #include "torchamp/detail/core/scaler/scale_memory.h"
 #include "torchamp/detail/core/scaler/scale_update.h"
-#include "torchamp/detail/core/scaler/skip_warning.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
@@ -228,14 +227,13 @@ class LossScale {
     return met;
   }
 
-  /// Warns or calls back; see ScaleLimits::announce(). A long run of bad iterations is told, too;
-  /// `has_kept_gradients`: the gradients of the iteration before were still there in this one.
-  void announce(const ScaleLimits::Met& met, bool has_kept_gradients) {
+  /// Warns or calls back; see ScaleLimits::announce(). Also warns of a long run of bad iterations.
+  void announce(const ScaleLimits::Met& met) {
     limits_.announce(options_, met);
     if (on_device_) {
-      skip_warning_->warn_if_arrived(has_kept_gradients);
+      skip_warning_->warn_if_arrived();
     } else {
-      skip_warning_->note(host_.skips, has_kept_gradients);
+      skip_warning_->note(host_.skips);
     }
   }
 
@@ -269,12 +267,8 @@ class LossScale {
   }
 
  private:
-  /// Graphs whose replays may change the scale.
-  enum class Replays {
-    none,
-    of_cuda_graph,  ///< which follows the skips in a row
-    unknown,
-  };
+  /// Whose replays may change the scale. A CudaGraph follows the skips in a row.
+  enum class Replays { none, of_cuda_graph, unknown };
 
   /// NaN if only the device knows the scale.
   double scale_on_host() const {

@@ -117,4 +117,52 @@ class ScaleLimits {
   int64_t seen_skips_ = 0;
 };
 
+/// Warns of a long run of bad iterations, once. Where only the device knows the run, it is copied
+/// to the host once in `interval` iterations, replays included, and nobody waits for the copy.
+class SkipWarning final : public ReplayedState {
+ public:
+  static constexpr int64_t many = 100, interval = 32;
+
+  void note(double skips) {
+    if (skips < many || warned_) return;
+    warned_ = true;
+    warn({"GradScaler::update: gradients held infs or NaNs in the last ",
+          static_cast<int64_t>(skips), " iterations, and their steps were skipped. ",
+          "If the gradients of a skipped step are not cleared, its infs and NaNs stay: call "
+          "zero_grad() in each iteration. If the data, the weights or the buffers (running "
+          "statistics of a batch norm) hold a NaN, no scale helps: overflow_report() "
+          "(torchamp/overflow_report.h) names the layers whose gradients and buffers do, "
+          "first_non_finite_op() (torchamp/non_finite_op.h) the op that made the first one. "
+          "This warning is given once."});
+  }
+
+  /// The device has made an update. `skips`, 0-dim fp32: those in a row now.
+  void count_iteration(const at::Tensor& skips) {
+    skips_ = skips;
+    ++iterations_;
+  }
+  /// Warns if the copy that has arrived says so.
+  void warn_if_arrived() {
+    if (!mirror_.empty()) note(mirror_[0]);
+  }
+
+  void settle() override {}
+  bool holds() override { return true; }
+  void note_replay() override {
+    ++iterations_;
+    warn_if_arrived();
+  }
+  bool wants_look() const override { return iterations_ >= interval; }
+  void look() override {
+    iterations_ = 0;
+    mirror_.send(skips_);
+  }
+
+ private:
+  bool warned_ = false;
+  int64_t iterations_ = 0;  // since the last copy
+  at::Tensor skips_;
+  HostMirror mirror_;
+};
+
 }  // namespace torchamp::detail

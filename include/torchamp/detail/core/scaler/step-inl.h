@@ -8,6 +8,7 @@
 
 #include <cmath>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -22,7 +23,6 @@
 #include "torchamp/detail/core/gradients/unscale.h"
 #include "torchamp/detail/core/scaler/agreement-inl.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
-#include "torchamp/detail/core/scaler/misuse.h"
 #include "torchamp/detail/core/scaler/step.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/scaled_step.h"
@@ -31,16 +31,6 @@
 namespace torchamp::detail {
 
 // ---- Errors of calls in a wrong order -----------------------------------------------------------
-
-TORCHAMP_COLD void check_not_stepped(const OptimizerState& state) {
-  TORCHAMP_CHECK(!state.in_closure,
-                 "GradScaler::step: the closure of this optimizer's step has called step(). Let it "
-                 "only compute and return the loss.");
-  TORCHAMP_CHECK(state.stage != OptimizerState::Stage::stepped,
-                 "GradScaler::step: this optimizer has been stepped already. Call update() once "
-                 "all optimizers have been stepped. (If an exception came before update(), call "
-                 "discard(optimizer).)");
-}
 
 /// Whether there are gradients that unscale_ has not seen. `moved`: masters were given some since,
 /// by MasterWeights::give_to_optimizer, which writes WeightMeta::moved.
@@ -53,7 +43,7 @@ inline bool any_came_later(const torch::optim::Optimizer& optimizer, const Optim
 
 /// Throws unless what unscale_ has divided and checked is what there is.
 inline void check_complete(const torch::optim::Optimizer& optimizer, const OptimizerState& state,
-                           const StepOrder& order) {
+                           const StepLedger& ledger) {
   const bool moved = state.moved != gradients_moved() && any_moved_after(optimizer, state.moved);
   TORCHAMP_CHECK(
       !any_came_later(optimizer, state, moved),
@@ -62,8 +52,13 @@ inline void check_complete(const torch::optim::Optimizer& optimizer, const Optim
       moved ? "call MasterWeights::take_gradients() before unscale_, and with an Accumulation in "
               "before_unscale."
             : "unscale_ found none at all.");
+  const std::scoped_lock lock(ledger.backward->mutex);
+  TORCHAMP_CHECK(!ledger.backward->divided.any_new_parameter(optimizer),
+                 "GradScaler::step: a parameter with a gradient was added to this optimizer after "
+                 "unscale_, so the gradient was neither unscaled nor checked. Add groups and "
+                 "parameters before unscale_. To continue, drop the gradients and call discard().");
   TORCHAMP_CHECK(
-      order.was_asked() || !order.backward->any_added(optimizer),
+      ledger.use.was_read() || !ledger.backward->divided.any_mixed(optimizer),
       "GradScaler::step: backward() of a scaled loss has added to the gradients of this optimizer "
       "after unscale_, or after a clip that names the scaler. Unscale and clip after the last "
       "backward(). To continue, drop the gradients and call discard().");

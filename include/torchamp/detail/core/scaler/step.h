@@ -17,7 +17,5 @@ TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
                                                const char* call);
 /// Makes found_inf the flag of all processes, once.
 TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale);
-/// Throws where the optimizer has stepped already, or is stepping.
-TORCHAMP_BODY void check_not_stepped(const OptimizerState& state);
 
 }  // namespace torchamp::detail

@@ -8,44 +8,25 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <list>
 #include <memory>
+#include <mutex>
+#include <optional>
 #include <sstream>
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/text.h"
-#include "torchamp/detail/core/gradients/attached.h"
-#include "torchamp/detail/core/gradients/shards.h"
+#include "torchamp/detail/core/check_order/order_check.h"
+#include "torchamp/detail/core/gradients/optimizer_identity.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
-#include "torchamp/detail/core/scaler/misuse.h"
-#include "torchamp/detail/core/scaler/optimizer_identity.h"
-#include "torchamp/detail/core/scaler/scaled_outputs.h"
-#include "torchamp/detail/core/scaler/unchecked_steps.h"
+#include "torchamp/detail/core/scaler/optimizer_state.h"
+#include "torchamp/detail/core/scaler/read_once.h"
+#include "torchamp/detail/core/scaler/scaled_loss.h"
 #include "torchamp/missing_gradients.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
-
-// Note [An iteration]
-//
-// An iteration runs from one update() to the next. In it, each optimizer is, in this order,
-//
-//   ready     scale(), backward(), and as often as the program accumulates
-//   unscaled  unscale_(): the gradients are divided by the scale, and whether one of them was inf
-//             or NaN is recorded. step() does this first if the program has not.
-//   stepped   step(): the optimizer has stepped or been skipped
-//
-// update() collects what was recorded of all of them and makes them "ready". So one scale serves
-// several optimizers, each of which skips by itself, while one bad optimizer lowers the scale for
-// all. One that is gone still counts for the scale. Note [Which optimizer it is] says when another
-// optimizer may be taken for it.
-//
-// Gradients are checked as they are when they are unscaled, so an inf that the program puts in
-// afterwards is stepped with (but see GradScalerOptions::recheck). A skipped step leaves the other
-// gradients unscaled. With a ScaledStep optimizer that is "ready", the gradients are only checked
-// and the division is left to the optimizer. Below a scale of 1, dividing may turn a finite
-// gradient into an inf, so the quotients are checked, too; see LossScale::may_be_below_one().
 
 /// What a StepResult answers from; shared by its copies. At first, that of a disabled scaler.
 struct StepRecord {
@@ -57,83 +38,6 @@ struct StepRecord {
   std::vector<MissingGradient> missing{};
 };
 
-/// How far an optimizer has come in this iteration, see Note [An iteration].
-struct OptimizerState {
-  enum class Stage { ready, unscaled, stepped };
-  /// Whose gradients found_inf is of, see Note [What processes agree on]. Without other processes
-  /// it is set all the same, and means nothing.
-  enum class Agreement {
-    none,     ///< this process's
-    reached,  ///< those of all processes; a recheck begins anew
-    binding,  ///< those too, and a step goes by them, also when it is tried again
-  };
-  Stage stage = Stage::ready;
-  ReadOnce<bool> found_inf{};  ///< 0 or 1; undefined while ready
-  bool had_gradients = false;  ///< at least one was checked
-  Agreement agreement = Agreement::none;
-  bool in_closure = false;           ///< a step with a closure is being made
-  std::size_t gradients = 0;         ///< how many there were when they were unscaled
-  uint64_t moved = 0;                ///< gradients_moved() then
-  std::shared_ptr<Shards> shards{};  ///< who must agree, where they are shards of gradients
-};
-
-/// The states of the few optimizers that one scaler serves, in order of appearance; see
-/// Note [Which optimizer it is].
-class OptimizerStates {
- public:
-  struct Entry {
-    OptimizerIdentity optimizer;
-    OptimizerState state{};
-  };
-
-  /// Stays valid until clear().
-  OptimizerState& of(const torch::optim::Optimizer& optimizer) {
-    if (OptimizerState* const state = find(optimizer)) return *state;
-    entries_.push_back({OptimizerIdentity(optimizer)});
-    return entries_.back().state;
-  }
-
-  /// Null if there is none.
-  OptimizerState* find(const torch::optim::Optimizer& optimizer) {
-    return find_if([&](const Entry& entry) { return entry.optimizer.is(optimizer); });
-  }
-  const OptimizerState* find(const torch::optim::Optimizer& optimizer) const {
-    return const_cast<OptimizerStates*>(this)->find(optimizer);
-  }
-  const OptimizerState* find(const OptimizerIdentity& optimizer) const {
-    return const_cast<OptimizerStates*>(this)->find_if(
-        [&](const Entry& entry) { return entry.optimizer == optimizer; });
-  }
-
-  bool within_iteration() const {
-    return std::any_of(entries_.begin(), entries_.end(), [](const Entry& entry) {
-      return entry.state.stage != OptimizerState::Stage::ready;
-    });
-  }
-
-  /// Makes one ready again, in place.
-  void reset(const torch::optim::Optimizer& optimizer) {
-    OptimizerState* const state = find(optimizer);
-    if (state) *state = {.in_closure = state->in_closure};
-  }
-
-  auto begin() { return entries_.begin(); }
-  auto end() { return entries_.end(); }
-  /// Ends the iteration of all but those whose closure has ended it.
-  void clear() {
-    entries_.remove_if([](const Entry& entry) { return !entry.state.in_closure; });
-  }
-
- private:
-  template <class Is>
-  OptimizerState* find_if(const Is& is) {
-    const auto found = std::find_if(entries_.begin(), entries_.end(), is);
-    return found == entries_.end() ? nullptr : &found->state;
-  }
-
-  std::list<Entry> entries_;
-};
-
 /// A window of gradient accumulation.
 struct AccumulationWindow {
   OptimizerIdentity optimizer{};
@@ -141,30 +45,101 @@ struct AccumulationWindow {
   bool was_used = false;  ///< the scaler has unscaled or stepped with them in an earlier iteration
 };
 
-/// What a scaler has heard since the last update(): what it scaled, and how far each optimizer has
-/// come.
+/// Whether the scaler or the program has scaled in an iteration.
+class ScaleUse {
+ public:
+  void note_scaled() {
+    ++times_;
+    scaled_ = true;
+    if (GraphBody::is_running()) read_for_good_ = true;  // a replay scales, too
+  }
+  bool was_scaled() const { return scaled_; }
+  /// How often the scaler has scaled, in all iterations.
+  uint64_t times_scaled() const { return times_; }
+
+  /// The program has the scale now. `for_good`: as a tensor that update() changes in place.
+  void note_read(bool for_good) {
+    read_ = true;
+    read_for_good_ |= for_good;
+  }
+  /// Whether the program may multiply by the scale itself.
+  bool was_read() const { return read_ || read_for_good_; }
+
+  void end_iteration() { scaled_ = read_ = false; }
+
+ private:
+  uint64_t times_ = 0;
+  bool scaled_ = false, read_ = false, read_for_good_ = false;
+};
+
+/// What has happened since the last update(): what was scaled, and how far each optimizer has come.
 class StepLedger {
  public:
-  explicit StepLedger(const LossScale& scale) : order(!scale.options().dynamic) {}
-
-  OptimizerStates optimizers;
-  ScaledOutputs scaled;
-  mutable StepOrder order;                                 // being asked for the scale counts
-  std::vector<std::weak_ptr<AccumulationWindow>> windows;  // that take gradients from this scaler
-
-  /// A loss has become `scaled_output`: whoever scales that once more is told, and its backward
-  /// tells that it has run. A number without a graph is no loss: the program gets the scale by it.
-  void watch_scaled(const at::Tensor& scaled_output) {
-    if (scaled_output.numel() == 1 && !scaled_output.requires_grad()) order.note_asked(false);
-    scaled.add(scaled_output);
-    ScaledBackward::watch(order.backward, scaled_output);
+  explicit StepLedger(const LossScale& scale) : scale_is_fixed_(!scale.options().dynamic) {
+    const int64_t checked = scale.options().check_order.first_iterations;
+    if (checked > 0 && scale.options().enabled) backward->check.emplace(checked);
   }
 
-  /// Every parameter of an optimizer that has no gradient at all; warns once in a scaler's life.
-  std::vector<MissingGradient> report_missing(const torch::optim::Optimizer& optimizer,
-                                              at::Device loss_device) {
-    std::vector<MissingGradient> missing = missing_gradients(optimizer, loss_device);
-    if (std::exchange(warned_of_missing_, true)) return missing;
+  OptimizerStates optimizers;
+  mutable ScaleUse use;                                    // a query of the scale counts
+  std::vector<std::weak_ptr<AccumulationWindow>> windows;  // that take gradients from this scaler
+  /// Shared with hooks, which may outlive the scaler.
+  std::shared_ptr<ScaledBackward> backward = std::make_shared<ScaledBackward>();
+
+  // ---- The events
+
+  /// A loss has become `scaled`. A number without a graph is no loss: the program gets the scale by
+  /// it.
+  void note_scaled(const at::Tensor& scaled) {
+    if (scaled.numel() == 1 && !scaled.requires_grad()) use.note_read(/*for_good=*/false);
+    ScaledLoss::mark(scaled, backward);
+    with_check([&](OrderCheck& check) { check.note_scaled(scaled); });
+  }
+  /// A loss stays as it is, at a scale of 1.
+  void note_not_scaled() {
+    with_check([](OrderCheck& check) { check.note_loss_without_hook(); });
+  }
+  void note_scale_is_known() const {
+    with_check([](OrderCheck& check) { check.note_scale_is_known(); });
+  }
+
+  /// The gradients of `optimizer` are about to be divided. Throws if one would be divided twice.
+  void check_divides(const torch::optim::Optimizer& optimizer, const char* call) {
+    {
+      const std::scoped_lock lock(backward->mutex);
+      backward->divided.check_divided_once(optimizer, call, /*writes_count=*/use.was_read());
+    }
+    warn_of(call, &OrderCheck::divides, &optimizer);
+  }
+  /// They have been divided by unscale_.
+  void note_unscaled(const torch::optim::Optimizer& optimizer, const OptimizerState& state) {
+    note_divided(optimizer);
+    with_check([&](OrderCheck& check) {
+      check.note_unscaled(optimizer, state.had_gradients ? state.found_inf.tensor : at::Tensor());
+    });
+  }
+  void check_steps(const torch::optim::Optimizer& optimizer) {
+    warn_of("GradScaler::step", &OrderCheck::steps, &optimizer);
+  }
+  void note_stepped(const torch::optim::Optimizer& optimizer, const OptimizerState& state) {
+    note_divided(optimizer);
+    with_check([&](OrderCheck& check) {
+      check.note_stepped(optimizer, state.had_gradients ? state.found_inf.without_reading()
+                                                        : std::optional<bool>(false));
+    });
+  }
+  void discard(const torch::optim::Optimizer& optimizer) {
+    optimizers.reset(optimizer);
+    {
+      const std::scoped_lock lock(backward->mutex);
+      backward->divided.forget(optimizer);
+    }
+    with_check([&](OrderCheck& check) { check.forget(optimizer); });
+  }
+
+  /// Warns, once in a scaler's life, of an optimizer without any gradient, whose step is complete.
+  void warn_of_missing(const std::vector<MissingGradient>& missing) {
+    if (missing.empty() || std::exchange(warned_of_missing_, true)) return;
     std::ostringstream list;
     constexpr std::size_t most = 10;
     for (std::size_t i = 0; i < std::min(missing.size(), most); ++i) {
@@ -173,7 +148,6 @@ class StepLedger {
     if (missing.size() > most) list << "\n  and " << missing.size() - most << " more";
     warn({"GradScaler::step: no parameter of this optimizer has a gradient, so it was not stepped.",
           list.str()});
-    return missing;
   }
 
   /// The optimizer of `state` has stepped or been skipped; what a StepResult answers from.
@@ -202,19 +176,50 @@ class StepLedger {
     records_.clear();
   }
 
-  void end_iteration() {
+  /// Returns the mistakes that the iteration has shown.
+  OrderCheck::Sentences end_iteration() {
     note_used_windows();
-    const bool unchecked_step = look_for_unchecked_steps();
     optimizers.clear();
-    const ScaledBackward::Told told = order.end_iteration();
     std::erase_if(records_, [](const auto& record) { return record.expired(); });
-    // Last: a warning may run the program's code, which may throw.
-    if (unchecked_step) UncheckedSteps::warn_of_it();
-    if (told.plain_step) StepOrder::warn_of_plain_step();
-    if (told.all_fp64) StepOrder::warn_of_fp64();
+    OrderCheck::Sentences sentences;
+    with_check([&](OrderCheck& check) { sentences = check.updates(moment(nullptr)); });
+    use.end_iteration();
+    const std::scoped_lock lock(backward->mutex);
+    backward->divided.clear();
+    if (backward->check && !backward->check->is_looking()) backward->check.reset();
+    return sentences;
+  }
+  /// A warning may run the program's code, which may throw, or call the scaler.
+  static void warn_of(const char* call, const OrderCheck::Sentences& sentences) {
+    for (const char* sentence : sentences) {
+      warn({call, ": ", sentence, " This warning is given once."});
+    }
   }
 
  private:
+  /// Calls `f(check)` in a scaler's first iterations. Not within a CudaGraph, nor after it.
+  template <class F>
+  void with_check(const F& f) const {
+    const std::scoped_lock lock(backward->mutex);
+    if (!backward->check) return;
+    if (!backward->check->is_looking()) return backward->check.reset();
+    f(*backward->check);
+  }
+  OrderCheck::Moment moment(const torch::optim::Optimizer* optimizer) const {
+    return {.knows_scale = use.was_read(), .is_fixed = scale_is_fixed_, .optimizer = optimizer};
+  }
+  void warn_of(const char* call,
+               OrderCheck::Sentences (OrderCheck::*event)(const OrderCheck::Moment&),
+               const torch::optim::Optimizer* optimizer) {
+    OrderCheck::Sentences sentences;
+    with_check([&](OrderCheck& check) { sentences = (check.*event)(moment(optimizer)); });
+    warn_of(call, sentences);
+  }
+  void note_divided(const torch::optim::Optimizer& optimizer) {
+    const std::scoped_lock lock(backward->mutex);
+    backward->divided.note(optimizer);
+  }
+
   /// Tells windows that still hold micro-batches that the program has unscaled or stepped these.
   void note_used_windows() const {
     for (const auto& weak : windows) {
@@ -225,18 +230,7 @@ class StepLedger {
     }
   }
 
-  /// Whether to warn of one, of this iteration or, where a device tells later, of one before.
-  bool look_for_unchecked_steps() {
-    const bool any_before = unchecked_steps_.look();
-    for (const auto& [optimizer, state] : optimizers) {
-      if (state.stage != OptimizerState::Stage::unscaled || !state.had_gradients) continue;
-      unchecked_steps_.add(state.found_inf.tensor, order.backward->written_weights(optimizer));
-    }
-    unchecked_steps_.end_iteration();
-    return unchecked_steps_.look() || any_before;
-  }
-
-  UncheckedSteps unchecked_steps_;
+  bool scale_is_fixed_;
   std::vector<std::weak_ptr<StepRecord>> records_;  // of steps since the scale changed last
   bool warned_of_missing_ = false;
 };

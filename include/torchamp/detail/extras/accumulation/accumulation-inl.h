@@ -17,7 +17,9 @@
 #include <utility>
 
 #include "torchamp/accumulate.h"
+#include "torchamp/detail/core/base/snapshot.h"
 #include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/gradients/clip_calls.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/version.h"
@@ -35,8 +37,7 @@ inline Accumulation::~Accumulation() {
 inline std::optional<AccumulationResult> Accumulation::backward(const at::Tensor& loss) {
   TORCH_CHECK_VALUE(loss.defined(), terms_.backward, ": the loss is undefined.");
   const detail::StepLedger& ledger = detail::ScalerParts::ledger(scaler_);
-  ledger.scaled.check_not_in(loss, terms_.backward);
-  detail::check_not_scaled_within(loss, terms_.backward, ledger.scaled, ledger.order);
+  detail::check_not_scaled(loss, terms_.backward, ledger);
   check_open();
   const at::Tensor part = [&] {
     const c10::impl::ExcludeDispatchKeyGuard uncast(c10::autocast_dispatch_keyset);
@@ -91,7 +92,7 @@ inline void Accumulation::add_apart(const at::Tensor& scaled) {
   }
   if (++window_->pending == 1) {
     open_window();
-    added_at_ = detail::PlainClips::tick();
+    began_at_ = detail::ClipCalls::now();
   }
   detail::clear_gradients(optimizer_);
   is_clear_ = true;
@@ -104,9 +105,8 @@ inline void Accumulation::open_window() {
 
 inline void Accumulation::note_gradients() {
   gradients_ = detail::count_gradients(optimizer_);
-  versions_ = detail::versions_of_gradients(optimizer_);
+  snapshot_ = detail::Snapshot(detail::walk_window(optimizer_));
   taken_ = detail::gradients_moved();
-  added_at_ = detail::PlainClips::tick();
 }
 
 inline void Accumulation::note_replayed_backward() {
@@ -157,8 +157,7 @@ inline std::optional<AccumulationResult> Accumulation::flush() {
 /// Of what was kept apart; the window is unchanged after an error.
 inline AccumulationResult Accumulation::step_with_mean() {
   check_scaled(terms_.flush);
-  TORCH_CHECK(before_step_ || !detail::PlainClips::any_in_vain_since(added_at_, optimizer_, false),
-              terms_.flush,
+  TORCH_CHECK(before_step_ || !detail::ClipCalls::was_in_vain(began_at_, optimizer_), terms_.flush,
               ": a clip before this call found no gradients, since the sums are kept outside "
               ".grad. Clip in before_step([&] { clip_grad_norm_(optimizer, 1.); }).");
   warn_of_others(terms_.flush);
@@ -257,33 +256,25 @@ inline void Accumulation::check_window(const char* call) const {
 /// Whether the gradients of an open window are as the last backward() has left them, or masters
 /// have taken them since.
 inline bool Accumulation::is_as_left() const {
-  return taken_ != detail::gradients_moved() ||
-         (versions_ == detail::versions_of_gradients(optimizer_) &&
-          !detail::PlainClips::any_since(added_at_, optimizer_));
+  return taken_ != detail::gradients_moved() || snapshot_.is_same(detail::walk_window(optimizer_));
 }
 
 inline Accumulation::Look Accumulation::look() const {
   if (window_->pending == 0) return {};
-  Look look{true,
-            is_as_left(),
-            detail::versions_of_gradients(optimizer_),
-            detail::PlainClips::tick(),
-            {}};
-  detail::for_each_gradient(
-      optimizer_, [&look](const at::Tensor& gradient) { look.gradients.emplace_back(gradient); });
-  return look;
+  return {true, is_as_left(), detail::ScalerParts::ledger(scaler_).use.times_scaled(),
+          detail::Snapshot(detail::walk_window(optimizer_))};
 }
 
 inline bool Accumulation::has_changed(const Look& before) const {
-  return before.is_open && before.versions != detail::versions_of_gradients(optimizer_);
+  return before.is_open && !before.gradients.is_same(detail::walk_window(optimizer_));
 }
 
 inline void Accumulation::accept_scaled(const Look& before) {
-  const detail::StepOrder& order = detail::ScalerParts::ledger(scaler_).order;
-  const bool may_be_scaled = order.was_scaled_since(before.time) || order.was_asked();
+  const detail::ScaleUse& use = detail::ScalerParts::ledger(scaler_).use;
+  const bool may_be_scaled = use.times_scaled() > before.times_scaled || use.was_read();
   if (!before.is_as_left || !may_be_scaled || !has_changed(before)) return;
   // Where some are gone, as by zero_grad(), check_window() or warn_of_writes() tells of it.
-  const bool any_gone = std::ranges::any_of(before.gradients, &detail::WeakTensor::is_gone);
+  const bool any_gone = std::ranges::any_of(before.gradients, &detail::TensorSnapshot::is_gone);
   if (!any_gone && detail::count_gradients(optimizer_) >= gradients_) note_gradients();
 }
 

@@ -18,9 +18,9 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
+#include "torchamp/detail/core/gradients/optimizer_identity.h"
 #include "torchamp/detail/core/gradients/shards.h"
-#include "torchamp/detail/core/scaler/misuse.h"
-#include "torchamp/detail/core/scaler/optimizer_identity.h"
+#include "torchamp/detail/core/scaler/scaled_loss.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/grad_scaler.h"
@@ -45,14 +45,18 @@ inline void check_is_loss(const at::Tensor& loss, const char* call) {
                     ". Pass one number that was computed from the parameters, with grad mode on.");
 }
 
-/// Throws for a loss that was computed, by few ops, from one of `scaled`, as a half of it is. Not
-/// where the program has asked for the scale, and may have divided by it.
-inline void check_not_scaled_within(const at::Tensor& loss, const char* call,
-                                    const ScaledOutputs& scaled, const StepOrder& order) {
-  if (!loss.defined() || order.was_asked()) return;
-  const auto search = [&](const auto& self, const torch::autograd::Node* node, int ops) -> void {
+/// Throws for a loss that the scaler has scaled, and for one that was computed, by few ops, from
+/// such a loss, as a half of it is. Not for the latter if the program has read the scale, and may
+/// have divided by it.
+inline void check_not_scaled(const at::Tensor& loss, const char* call, const StepLedger& ledger) {
+  if (!loss.defined()) return;
+  TORCH_CHECK_VALUE(!ScaledLoss::is_made_by(loss.grad_fn().get(), *ledger.backward), call,
+                    ": this tensor has been scaled already, and its gradients would be too large "
+                    "by the scale. Pass the loss as it was before scale().");
+  if (ledger.use.was_read()) return;
+  const auto search = [&](const auto& self, torch::autograd::Node* node, int ops) -> void {
     if (!node) return;
-    TORCH_CHECK_VALUE(!scaled.are_made_by(*node), call,
+    TORCH_CHECK_VALUE(!ScaledLoss::is_made_by(node, *ledger.backward), call,
                       ": this loss was computed from one that has been scaled already, and its "
                       "gradients would be too large by the scale. Give the loss as it was before "
                       "scale(): it is scaled here.");
@@ -111,31 +115,21 @@ inline StepResult no_step() {
   return ScalerParts::result(std::move(record));
 }
 
-/// Calls f(gradient) with those that a window of the optimizer has: of its parameters, of weights
-/// whose masters these are, and those in the model that were not sent to shards.
-template <class F>
-void for_each_gradient(const torch::optim::Optimizer& optimizer, const F& f) {
-  const auto visit = [&f](const at::Tensor& parameter) {
-    if (parameter.defined() && gradient_of(parameter).defined()) f(gradient_of(parameter));
+/// The gradients that a window of the optimizer has, as a walk for a Snapshot: of its parameters,
+/// of weights whose masters these are, and those in the model that were not sent to shards.
+inline auto walk_window(const torch::optim::Optimizer& optimizer) {
+  return [&optimizer](const auto& f) {
+    const auto stops = [&f](const at::Tensor& parameter) {
+      return parameter.defined() && gradient_of(parameter).defined() && f(gradient_of(parameter));
+    };
+    if (any_parameter(optimizer, [&stops](const at::Tensor& parameter) {
+          return stops(parameter) || stops(narrow_of(parameter));
+        })) {
+      return true;
+    }
+    const auto unsent = unsent_of(optimizer);
+    return unsent && std::ranges::any_of(unsent->parameters(), stops);
   };
-  any_parameter(optimizer, [&visit](const at::Tensor& parameter) {
-    visit(parameter);
-    visit(narrow_of(parameter));
-    return false;
-  });
-  if (const auto unsent = unsent_of(optimizer)) {
-    for (const at::Tensor& parameter : unsent->parameters()) visit(parameter);
-  }
-}
-
-/// Changes, but for chance, where one of these is written to or replaced.
-inline uint64_t versions_of_gradients(const torch::optim::Optimizer& optimizer) {
-  uint64_t sum = 0;
-  for_each_gradient(optimizer, [&sum](const at::Tensor& gradient) {
-    sum = sum * 31 + reinterpret_cast<std::uintptr_t>(gradient.unsafeGetTensorImpl());
-    sum = sum * 31 + version_of(gradient);
-  });
-  return sum;
 }
 
 /// Drops the gradients, and a clip of them that is left to the next step.

@@ -245,7 +245,7 @@ inline void TrainingStep::check_not_used() const {
 }
 
 /// Tells of a backward() in the function. (zero_grad(false) after it leaves a later version.)
-inline void TrainingStep::check_no_backward(const detail::StepOrder& order) {
+inline void TrainingStep::check_no_backward(const detail::ScaleUse& use) {
   const auto has_new_gradient = [](const at::Tensor& tensor) {
     const at::Tensor& gradient = tensor.unsafeGetTensorImpl()->grad();
     return gradient.defined() && detail::version_of(gradient) == 0;
@@ -254,7 +254,7 @@ inline void TrainingStep::check_no_backward(const detail::StepOrder& order) {
     return has_new_gradient(parameter) ||
            (masters_ && has_new_gradient(detail::narrow_of(parameter)));
   };
-  if (!scaler_->is_enabled() || order.was_scaled() || order.was_asked() ||
+  if (!scaler_->is_enabled() || use.was_scaled() || use.was_read() ||
       !detail::any_parameter(*optimizer_, was_reached)) {
     return;
   }
@@ -289,15 +289,14 @@ inline void TrainingStep::check_loss(const at::Tensor& loss) const {
                     ": return its mean() or sum().");
   TORCH_CHECK_VALUE(loss.requires_grad(), text, "It returned a tensor that requires no gradient.");
   const detail::StepLedger& ledger = detail::ScalerParts::ledger(*scaler_);
-  ledger.scaled.check_not_in(loss, "TrainingStep");
-  detail::check_not_scaled_within(loss, "TrainingStep", ledger.scaled, ledger.order);
+  detail::check_not_scaled(loss, "TrainingStep", ledger);
 }
 
 inline TrainingResult TrainingStep::learn(at::Tensor loss) {
   std::optional<StepResult> step;
   try {
     if (!accumulation_) check_not_used();
-    if (pending() == 0) check_no_backward(detail::ScalerParts::ledger(*scaler_).order);
+    if (pending() == 0) check_no_backward(detail::ScalerParts::ledger(*scaler_).use);
     if (accumulation_) {
       step = accumulation_->backward(loss);
     } else {

@@ -1,0 +1,159 @@
+// SPDX-License-Identifier: BSD-3-Clause
+// How far an optimizer has come in an iteration, and the calls that this allows.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/optim/optimizer.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <list>
+#include <memory>
+
+#include "torchamp/detail/core/base/text.h"
+#include "torchamp/detail/core/gradients/optimizer_identity.h"
+#include "torchamp/detail/core/gradients/shards.h"
+#include "torchamp/detail/core/scaler/read_once.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+// Note [An iteration]
+//
+// An iteration runs from one update() to the next. In it, each optimizer is, in this order,
+//
+//   ready     scale(), backward(), and as often as the program accumulates
+//   unscaled  unscale_(): the gradients are divided by the scale, and whether one of them was inf
+//             or NaN is recorded. step() does this first if the program has not.
+//   stepped   step(): the optimizer has stepped or been skipped
+//
+// update() collects what was recorded of all of them and makes them "ready". So one scale serves
+// several optimizers, each of which skips by itself, while one bad optimizer lowers the scale for
+// all. One that is gone still counts for the scale. Note [Which optimizer it is] says when another
+// optimizer may be taken for it.
+//
+// Gradients are checked as they are when they are unscaled, so an inf that the program puts in
+// afterwards is stepped with (but see GradScalerOptions::recheck). A skipped step leaves the other
+// gradients unscaled. With a ScaledStep optimizer that is "ready", the gradients are only checked
+// and the division is left to the optimizer. Below a scale of 1, dividing may turn a finite
+// gradient into an inf, so the quotients are checked, too; see LossScale::may_be_below_one().
+
+/// How far an optimizer has come in this iteration, see Note [An iteration].
+struct OptimizerState {
+  enum class Stage { ready, unscaled, stepped };
+  /// Whose gradients found_inf is of, see Note [What processes agree on]. Without other processes
+  /// it is set all the same, and means nothing.
+  enum class Agreement {
+    none,     ///< this process's
+    reached,  ///< those of all processes; a recheck begins anew
+    binding,  ///< those too, and a step goes by them, also when it is tried again
+  };
+  Stage stage = Stage::ready;
+  ReadOnce<bool> found_inf{};  ///< 0 or 1; undefined while ready
+  bool had_gradients = false;  ///< at least one was checked
+  Agreement agreement = Agreement::none;
+  bool in_closure = false;           ///< a step with a closure is being made
+  std::size_t gradients = 0;         ///< how many there were when they were unscaled
+  uint64_t moved = 0;                ///< gradients_moved() then
+  std::shared_ptr<Shards> shards{};  ///< who must agree, where they are shards of gradients
+};
+
+/// The calls that depend on what has become of an optimizer in the iteration.
+enum class Call { unscale, clip, step };
+
+/// A call that an optimizer's stage does not allow, and the error. All others are allowed.
+struct ForbiddenCall {
+  bool in_closure;  ///< of the optimizer's step, whatever the stage
+  OptimizerState::Stage stage;
+  Call call;
+  const char* error;
+};
+inline constexpr ForbiddenCall forbidden_calls[] = {
+    {false, OptimizerState::Stage::unscaled, Call::unscale,
+     "the gradients of this optimizer have been unscaled already. Call unscale_ once for each "
+     "optimizer between two calls of update(). (If an exception came before update(), call "
+     "discard(optimizer).)"},
+    {false, OptimizerState::Stage::stepped, Call::unscale,
+     "this optimizer has been stepped already. Call unscale_ before step, and update() after it."},
+    {false, OptimizerState::Stage::stepped, Call::clip,
+     "this optimizer has been stepped already in this iteration. Clip between backward() and "
+     "step(), and call update() after the last step()."},
+    {false, OptimizerState::Stage::stepped, Call::step,
+     "this optimizer has been stepped already. Call update() once all optimizers have been "
+     "stepped. "
+     "(If an exception came before update(), call discard(optimizer).)"},
+    {true, OptimizerState::Stage::ready, Call::unscale,
+     "the closure of this optimizer's step has called unscale_. Let it only compute and return the "
+     "loss: step unscales."},
+    {true, OptimizerState::Stage::ready, Call::step,
+     "the closure of this optimizer's step has called step(). Let it only compute and return the "
+     "loss."},
+};
+
+/// Throws if the call is not allowed; `name` begins the error text.
+inline void check_allowed(const OptimizerState& state, Call call, const char* name) {
+  for (const ForbiddenCall& one : forbidden_calls) {
+    const bool applies = one.in_closure ? state.in_closure : one.stage == state.stage;
+    TORCHAMP_CHECK(!applies || one.call != call, name, ": ", one.error);
+  }
+}
+
+/// The states of the few optimizers that one scaler serves, in order of appearance; see
+/// Note [Which optimizer it is].
+class OptimizerStates {
+ public:
+  struct Entry {
+    OptimizerIdentity optimizer;
+    OptimizerState state{};
+  };
+
+  /// Stays valid until clear().
+  OptimizerState& of(const torch::optim::Optimizer& optimizer) {
+    if (OptimizerState* const state = find(optimizer)) return *state;
+    entries_.push_back({OptimizerIdentity(optimizer)});
+    return entries_.back().state;
+  }
+
+  /// Null if there is none.
+  OptimizerState* find(const torch::optim::Optimizer& optimizer) {
+    return find_if([&](const Entry& entry) { return entry.optimizer.is(optimizer); });
+  }
+  const OptimizerState* find(const torch::optim::Optimizer& optimizer) const {
+    return const_cast<OptimizerStates*>(this)->find(optimizer);
+  }
+  const OptimizerState* find(const OptimizerIdentity& optimizer) const {
+    return const_cast<OptimizerStates*>(this)->find_if(
+        [&](const Entry& entry) { return entry.optimizer == optimizer; });
+  }
+
+  bool within_iteration() const {
+    return std::any_of(entries_.begin(), entries_.end(), [](const Entry& entry) {
+      return entry.state.stage != OptimizerState::Stage::ready;
+    });
+  }
+
+  /// Makes one ready again, in place.
+  void reset(const torch::optim::Optimizer& optimizer) {
+    OptimizerState* const state = find(optimizer);
+    if (state) *state = {.in_closure = state->in_closure};
+  }
+
+  auto begin() { return entries_.begin(); }
+  auto end() { return entries_.end(); }
+  /// Ends the iteration of all but those whose closure has ended it.
+  void clear() {
+    entries_.remove_if([](const Entry& entry) { return !entry.state.in_closure; });
+  }
+
+ private:
+  template <class Is>
+  OptimizerState* find_if(const Is& is) {
+    const auto found = std::find_if(entries_.begin(), entries_.end(), is);
+    return found == entries_.end() ? nullptr : &found->state;
+  }
+
+  std::list<Entry> entries_;
+};
+
+}  // namespace torchamp::detail

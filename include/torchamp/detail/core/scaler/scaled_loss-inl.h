@@ -1,0 +1,34 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include <mutex>
+#include <utility>
+
+#include "torchamp/detail/core/scaler/scaled_loss.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+TORCHAMP_COLD torch::autograd::variable_list ScaledLoss::operator()(
+    const torch::autograd::variable_list& gradients) {
+  const std::scoped_lock lock(backward_->mutex);
+  const bool checks = backward_->check && backward_->check->is_looking();
+  if (backward_->divided.empty() && !checks) return gradients;
+  // One call of backward() may come to several scaled losses.
+  const int task = torch::autograd::get_current_graph_task_id();
+  if (std::exchange(backward_->task, task) == task) return gradients;
+  if (checks) backward_->check->note_backward_begins();
+  torch::autograd::Engine::get_default_engine().queue_callback(
+      // Runs once that call has written all gradients, and not if it throws.
+      [backward = backward_, before = backward_->divided.backward_begins()] {
+        const std::scoped_lock at_end(backward->mutex);
+        backward->divided.backward_ends(before);
+        if (backward->check && backward->check->is_looking()) backward->check->note_backward_ends();
+      });
+  return gradients;
+}
+
+}  // namespace torchamp::detail

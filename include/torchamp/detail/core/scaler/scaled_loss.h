@@ -1,0 +1,58 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/function_hook.h>
+
+#include <algorithm>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <utility>
+
+#include "torchamp/detail/core/check_order/order_check.h"
+#include "torchamp/detail/core/scaler/divided_gradients.h"
+#include "torchamp/version.h"
+
+namespace torchamp::detail {
+
+/// What a scaler and the backward passes of its losses share. These may run in several threads, one
+/// for each device, so who uses it takes the lock.
+struct ScaledBackward {
+  std::mutex mutex;
+  DividedGradients divided{};
+  std::optional<OrderCheck> check{};  ///< in a scaler's first iterations
+  int task = -1;  ///< autograd's number of the call of backward() that has begun last
+};
+
+/// A hook at each loss that a scaler has scaled: it runs before the loss's gradient flows on, and
+/// it is the mark by which such a loss is recognised.
+class ScaledLoss final : public torch::autograd::FunctionPreHook {
+ public:
+  explicit ScaledLoss(std::shared_ptr<ScaledBackward> backward) : backward_(std::move(backward)) {}
+
+  TORCHAMP_BODY torch::autograd::variable_list operator()(
+      const torch::autograd::variable_list& gradients) override;
+
+  /// Marks `scaled`, if it has a graph.
+  static void mark(const at::Tensor& scaled, const std::shared_ptr<ScaledBackward>& backward) {
+    const auto& node = scaled.grad_fn();
+    if (node) node->add_tensor_pre_hook(std::make_unique<ScaledLoss>(backward));
+  }
+
+  /// Whether `node`, which may be null, has made a loss that the scaler of `backward` has scaled.
+  static bool is_made_by(torch::autograd::Node* node, const ScaledBackward& backward) {
+    if (!node) return false;
+    const auto& hooks = node->tensor_pre_hooks();
+    return std::any_of(hooks.begin(), hooks.end(), [&](const auto& hook) {
+      const auto* const loss = dynamic_cast<const ScaledLoss*>(hook.get());
+      return loss && loss->backward_.get() == &backward;
+    });
+  }
+
+ private:
+  std::shared_ptr<ScaledBackward> backward_;
+};
+
+}  // namespace torchamp::detail
