@@ -61,10 +61,11 @@ inline auto tensors_of(torch::optim::LBFGSParamState&) {
 }
 
 /// Calls f for the tensors that LibTorch's own optimizers keep for a parameter, of its shape and
-/// written in place, so far as they are defined. For none of LBFGS's and other kinds of state.
+/// written in place, so far as they are defined. For none of LBFGS's state. False, for no tensor,
+/// if the state is of another kind.
 template <class F>
-void for_each_state_tensor(torch::optim::OptimizerParamState& state, const F& f) {
-  any_libtorch_kind([&]<class Kind>(Kind) {
+bool for_each_state_tensor(torch::optim::OptimizerParamState& state, const F& f) {
+  return any_libtorch_kind([&]<class Kind>(Kind) {
     auto* const own = dynamic_cast<typename Kind::State*>(&state);
     if (!own) return false;
     std::apply([&f](auto&... tensors) { ((tensors.defined() ? f(tensors) : void()), ...); },

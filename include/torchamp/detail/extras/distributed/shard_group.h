@@ -59,14 +59,6 @@ inline std::shared_ptr<torch::optim::Optimizer> counterpart_of(
   return made;
 }
 
-/// Calls f with the tensors in a state of `optimizer`, of the parameter's shape.
-template <class F>
-void for_each_tensor_of(const torch::optim::Optimizer& optimizer,
-                        torch::optim::OptimizerParamState& state, const F& f) {
-  const auto* const fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
-  fused ? fused->for_each_state_tensor(state, f) : for_each_state_tensor(state, f);
-}
-
 // Note [The state of a sharded optimizer in files]
 // It is written as LibTorch's own optimizer of that kind writes it for whole weights, so any number
 // of processes, and an unsharded optimizer, can read it. An optimizer of LibTorch's converts: with

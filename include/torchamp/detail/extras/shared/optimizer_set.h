@@ -103,7 +103,7 @@ class ScaledOptimizerSet final : public OptimizerSet, public ClippingStep, publi
     return {};
   }
 
-  // All of them are asked and told, whatever the first says.
+  // Each member is called, whatever an earlier one returns.
   bool prepare_captured_step() override {
     bool is_as_before = true;
     for_each_captured([&](CapturedStep& step) { is_as_before &= step.prepare_captured_step(); });
@@ -140,7 +140,7 @@ class ScaledOptimizerSet final : public OptimizerSet, public ClippingStep, publi
   }
 };
 
-/// One that steps all of `members`: the first, if it is the only one.
+/// An optimizer that steps all of `members`: a set, or the only member.
 inline std::shared_ptr<torch::optim::Optimizer> as_one(const OptimizerPointers& members) {
   if (members.size() == 1) return members.front();
   const bool all_scaled = std::ranges::all_of(members, [](const auto& member) {
@@ -150,7 +150,7 @@ inline std::shared_ptr<torch::optim::Optimizer> as_one(const OptimizerPointers& 
   return std::make_shared<OptimizerSet>(members);
 }
 
-/// The optimizers that `optimizer` steps: itself, if it is no set.
+/// Calls f with the members of a set, or with an optimizer that is no set.
 template <class F>
 void for_each_optimizer(const torch::optim::Optimizer& optimizer, const F& f) {
   const auto* const set = dynamic_cast<const OptimizerSet*>(&optimizer);
