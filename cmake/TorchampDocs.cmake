@@ -8,24 +8,26 @@ include(${CMAKE_CURRENT_LIST_DIR}/TorchampMarkdown.cmake)
 # The Markdown pages, in order; other pages of the guide follow.
 set(_torchamp_docs_guide
     install training-step guards scaler optimizers cuda-graphs porting custom-ops faster-models recipes troubleshooting mistakes diagnosis
-    audit policies fp8 memory processes checkpoints measured contributors)
+    audit policies fp8 memory processes checkpoints labs measured contributors)
 
 # The headers' pages, in order.
 set(_torchamp_docs_headers
     torchamp
     # The training loop
     training_step training_result training_log
-    autocast autocast_state cast_cache weight_cache policy fp8 fp8_options policy_text policy_file ops
-    rule
+    autocast autocast_state cast_cache cpu_products weight_cache policy policy_text ops rule
     grad_scaler grad_scaler_options closure_step missing_gradients
     accumulate optim muon_options split_for_muon lr_scheduler scaled_step clip_grad cuda_graph
     # Models
-    custom_function module_policy recompute master_weights
+    custom_function recompute master_weights
     # To look at
-    cast_recorder precision_audit audit_row overflow_report non_finite_op underflow_meter
+    overflow_report non_finite_op
     # Files and processes
     training_checkpoint python_state distributed/process_group distributed/nccl distributed/data_parallel
-    distributed/sharded_masters distributed/training_group distributed/checkpoint compiled version)
+    distributed/sharded_masters distributed/training_group distributed/checkpoint compiled version
+    # Labs
+    labs/fp8 labs/fp8_options labs/precision_audit labs/audit_row labs/policy_file labs/module_policy labs/cast_recorder
+    labs/underflow_meter labs/weights_together)
 
 # Sets `page` to the name of the page that the Markdown file `file`, relative to the source tree, becomes.
 function(_torchamp_docs_name page file)

@@ -1,35 +1,87 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Inference: a guard with autograd off. Nothing needs a scaler.
+// A TorchScript module is fine-tuned, and then answers requests in two threads. Only the new head
+// is trained: the rest is a frozen backbone. Inference needs a guard in each thread, and no scaler.
+#include <torch/script.h>
 #include <torch/torch.h>
 #include <torchamp/torchamp.h>
+#include <torchamp/training_step.h>
+#include <torchamp/weight_cache.h>
 
 #include <iostream>
+#include <thread>
+#include <vector>
 
 #include "support/check.h"
+
+namespace {
+
+/// What torch::jit::load() would read from a file: a backbone and a head.
+torch::jit::Module make_script() {
+  torch::jit::Module backbone("Backbone"), net("Net");
+  backbone.register_parameter("weight", torch::randn({128, 32}) * 0.2, /*is_buffer=*/false);
+  backbone.define("def forward(self, x):\n  return torch.relu(torch.matmul(x, self.weight.t()))\n");
+  net.register_module("backbone", backbone);
+  net.register_parameter("weight", torch::zeros({10, 128}), /*is_buffer=*/false);
+  net.define(
+      "def forward(self, x):\n"
+      "  return torch.matmul(self.backbone.forward(x), self.weight.t())\n");
+  return net;
+}
+
+}  // namespace
 
 int main() {
   const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
   torch::manual_seed(0);
-  torch::nn::Sequential model(torch::nn::Linear(32, 128), torch::nn::ReLU(),
-                              torch::nn::Linear(128, 10));
-  model->to(device);
-  model->eval();
+  torch::jit::Module model = make_script();
+  model.to(device);
   const auto data = torch::randn({256, 32}, device);
+  const auto classes = data.matmul(torch::randn({32, 10}, device)).argmax(1);
 
-  const torch::InferenceMode inference;
-  const auto full = model->forward(data);
-  torch::Tensor mixed;
-  {
-    torchamp::AutocastGuard autocast(device.type());
-    mixed = model->forward(data);
+  // Fine-tuning.
+  for (torch::Tensor parameter : model.parameters()) parameter.set_requires_grad(false);
+  torch::Tensor head = model.attr("weight").toTensor();
+  head.set_requires_grad(true);
+  const auto frozen = model.attr("backbone").toModule().attr("weight").toTensor().clone();
+  torchamp::FusedAdam optimizer(std::vector<torch::Tensor>{head}, torch::optim::AdamOptions(0.01));
+  torchamp::TrainingStep train(model, optimizer);
+  double first = 0., last = 0.;
+  for (int i = 0; i < 50; ++i) {
+    const auto result =
+        train([&] { return torch::cross_entropy_loss(model.forward({data}).toTensor(), classes); });
+    (i == 0 ? first : last) = result.loss();
   }
+  std::cout << "loss " << first << ", after fine-tuning " << last << '\n';
+  support::check(last < 0.5 * first, "the head has learned");
+  support::check(torch::equal(model.attr("backbone").toModule().attr("weight").toTensor(), frozen),
+                 "and the backbone is what it was");
+
+  // Serving. NoGradGuard is safe for every script; InferenceMode is not, see the guide's
+  // troubleshooting.
+  model.eval();
+  const auto answer = [&](const torch::Tensor& request) {
+    const torch::NoGradGuard no_grad;
+    torchamp::AutocastGuard autocast(device.type(), {.cache = torchamp::WeightCache::kept});
+    return model.forward({request}).toTensor();
+  };
+  torch::Tensor full;
+  {
+    const torch::NoGradGuard no_grad;
+    full = model.forward({data}).toTensor();
+  }
+  torch::Tensor mixed = answer(data);  // before the threads start: casts the weights
+  std::vector<torch::Tensor> answers(2);
+  std::vector<std::thread> workers;
+  for (auto& one : answers) workers.emplace_back([&] { one = answer(data); });
+  for (auto& worker : workers) worker.join();
+  support::check(torch::equal(answers[0], mixed) && torch::equal(answers[1], mixed),
+                 "both threads give the same answers");
   const double error = (mixed - full).abs().max().item<double>();
   const double largest = full.abs().max().item<double>();
   const auto same_class = mixed.argmax(1).eq(full.argmax(1)).to(torch::kDouble).mean();
   std::cout << "largest output " << largest << ", largest error " << error << '\n';
   support::check(mixed.scalar_type() != torch::kFloat, "the output is in 16 bits");
-  support::check(model->parameters()[0].scalar_type() == torch::kFloat,
-                 "the weights are what they were");
+  support::check(head.scalar_type() == torch::kFloat, "the weights are what they were");
   support::check(error < 0.03 * largest, "the outputs are those of fp32, to about two digits");
   support::check(same_class.item<double>() > 0.95, "and nearly all choose the same class");
 }

@@ -2,7 +2,7 @@
 // Policies for single modules: the head's matrix product and one activation run in fp32, while
 // the rest of the model follows the guard. Names and checkpoints do not change.
 #include <torch/torch.h>
-#include <torchamp/module_policy.h>
+#include <torchamp/labs/module_policy.h>
 #include <torchamp/torchamp.h>
 
 #include <iostream>

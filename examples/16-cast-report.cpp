@@ -2,7 +2,7 @@
 // What autocast did in one training step: which ops ran in which dtype, what was cast for them,
 // the memory traffic of these casts, and which could be saved.
 #include <torch/torch.h>
-#include <torchamp/cast_recorder.h>
+#include <torchamp/labs/cast_recorder.h>
 #include <torchamp/torchamp.h>
 
 #include <iostream>

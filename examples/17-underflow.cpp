@@ -5,8 +5,8 @@
 // gradients and with a meter in the fp16 runs, and draws it into a PNG file:
 //   17-underflow [FILE.png]
 #include <torch/torch.h>
+#include <torchamp/labs/underflow_meter.h>
 #include <torchamp/torchamp.h>
-#include <torchamp/underflow_meter.h>
 
 #include <cmath>
 #include <cstdint>

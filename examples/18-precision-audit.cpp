@@ -3,7 +3,7 @@
 // error against the time saved, and writes a policy file for the next run:
 //   18-precision-audit [FILE.png]
 #include <torch/torch.h>
-#include <torchamp/precision_audit.h>
+#include <torchamp/labs/precision_audit.h>
 #include <torchamp/torchamp.h>
 
 #include <algorithm>

@@ -250,9 +250,9 @@ def serve(options):
     if options.threads > 0:
         torch.set_num_threads(options.threads)
     sizes = {name: int(value) for name, value in (item.split("=") for item in options.set)}
-    if options.casts == "tf32":
+    if options.dtype == "tf32":
         torch.set_float32_matmul_precision("high")
-    dtype = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}[options.dtype]
+    dtype = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(options.dtype, torch.float32)
     # What the libraries load and set up on first use is not a model's memory.
     tiny = {"side": 4, "channels": 4}
     predicts = options.task == "inference"
@@ -295,7 +295,7 @@ def main():
     parser.add_argument("--model", required=True, choices=sorted(MODELS))
     parser.add_argument("--task", default="training", choices=["training", "inference"])
     parser.add_argument("--casts", default="torch")
-    parser.add_argument("--dtype", required=True, choices=["fp32", "fp16", "bf16"])
+    parser.add_argument("--dtype", required=True, choices=["fp32", "tf32", "fp16", "bf16"])
     parser.add_argument("--optimizer", required=True, choices=["stock", "fused", "muon"])
     parser.add_argument("--launch", default="eager", choices=["eager", "captured", "compiled"])
     parser.add_argument("--device", default="cpu")

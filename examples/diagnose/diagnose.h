@@ -2,12 +2,12 @@
 #pragma once
 
 #include <torch/torch.h>
-#include <torchamp/cast_recorder.h>
+#include <torchamp/labs/cast_recorder.h>
+#include <torchamp/labs/precision_audit.h>
+#include <torchamp/labs/underflow_meter.h>
 #include <torchamp/non_finite_op.h>
 #include <torchamp/overflow_report.h>
-#include <torchamp/precision_audit.h>
 #include <torchamp/torchamp.h>
-#include <torchamp/underflow_meter.h>
 
 #include <algorithm>
 #include <cstdint>

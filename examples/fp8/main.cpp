@@ -4,7 +4,7 @@
 // Prints the accuracies over several seeds and draws the losses of the first. `fp8 --help` lists
 // the options.
 #include <torch/torch.h>
-#include <torchamp/fp8.h>
+#include <torchamp/labs/fp8.h>
 #include <torchamp/torchamp.h>
 
 #include <algorithm>
@@ -37,7 +37,7 @@ struct Way {
 
 std::vector<Way> ways() {
   const auto fp8 = [](torchamp::Fp8Options options) {
-    return torchamp::Policy::standard().fp8(torchamp::ops::dense, options);
+    return torchamp::fp8(torchamp::Policy::standard(), torchamp::ops::dense, options);
   };
   return {
       {"fp32", drawing::palette::ink, std::nullopt},

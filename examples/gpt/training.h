@@ -2,8 +2,8 @@
 #pragma once
 
 #include <torch/torch.h>
-#include <torchamp/policy_file.h>
-#include <torchamp/precision_audit.h>
+#include <torchamp/labs/policy_file.h>
+#include <torchamp/labs/precision_audit.h>
 #include <torchamp/torchamp.h>
 #include <torchamp/training_checkpoint.h>
 #include <torchamp/training_log.h>

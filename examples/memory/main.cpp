@@ -15,7 +15,6 @@
 #include "memory/ways.h"
 #include "support/arguments.h"
 #include "support/check.h"
-#include "support/cpu_features.h"
 #include "support/drawing/png_file.h"
 #include "support/drawing/stacked_bars.h"
 #include "support/format.h"
@@ -107,18 +106,13 @@ bool is_near(double planned, double measured) {
 
 int main(int argc, char** argv) {
   return support::run_program("memory", [&] {
-    // Where bf16 products are slow all sizes are halved, the batch a little more.
-    const std::int64_t unit = support::fast_matmul_units(torch::kBFloat16).empty() ? 1 : 2;
-    GptSizes sizes{
-        .layers = 9, .width = 64 * unit, .heads = 2 * unit, .length = 32, .letters = 128 * unit};
-    std::int64_t rows = unit == 1 ? 6 : 16, billions = 0;
+    GptSizes sizes{.layers = 9, .width = 128, .heads = 4, .length = 32, .letters = 256};
+    std::int64_t rows = 16, billions = 0;
     std::string file = "memory.png";
     support::Arguments arguments("memory", "Measures and plans what training takes in memory.");
     arguments.add_integer("--layers", "Of the transformer. Default: 9.", sizes.layers, 2, 1000);
-    arguments.add_integer("--width", "Of the transformer. Default: 128, or 64 where bf16 is slow.",
-                          sizes.width, 4, 65536);
-    arguments.add_integer("--batch", "Texts of 32 letters. Default: 16, or 6 where bf16 is slow.",
-                          rows, 1, 65536);
+    arguments.add_integer("--width", "Of the transformer. Default: 128.", sizes.width, 4, 65536);
+    arguments.add_integer("--batch", "Texts of 32 letters. Default: 16.", rows, 1, 65536);
     arguments.add_integer("--billions", "Plan for so many billions of weights, too.", billions, 1,
                           1 << 20);
     arguments.add("--out", "FILE.png", "The chart. Default: " + file + ".", file);

@@ -20,7 +20,7 @@ inline bool onednn_is_held_back() {
 }
 
 /// The instruction sets of this CPU that multiply matrices in `dtype` (fp16 or bf16) at full speed,
-/// by LibTorch's names; none: such products take many times as long as those in fp32.
+/// by LibTorch's names; none: LibTorch's products take many times as long as those in fp32.
 inline std::vector<std::string> fast_matmul_units(c10::ScalarType dtype) {
   if (onednn_is_held_back()) return {};
   std::vector<std::string> found;

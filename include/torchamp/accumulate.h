@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Accumulation: one step with the gradients of several micro-batches.
+/// @brief Extra. Accumulation: one step with the gradients of several micro-batches.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -117,7 +117,9 @@ class Accumulation {
 
   /// Called before each step with the gradients of the whole window (with `.drop_bad` after each
   /// backward(), with those of the micro-batch), still scaled, where backward() has put them: call
-  /// MasterWeights::take_gradients() here.
+  /// MasterWeights::take_gradients() here. Gradients of earlier micro-batches are with the masters
+  /// already, where they are added in fp32; except such as DistributedDataParallel::no_sync() has
+  /// left in the model.
   void before_unscale(std::function<void()> call) { before_unscale_ = std::move(call); }
 
   /// Called before each step with the complete, unscaled gradients: clip them here. Not the place

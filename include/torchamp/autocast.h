@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief AutocastGuard: a region in which a policy decides to which dtype ops cast their
+/// @brief Core. AutocastGuard: a region in which a policy decides to which dtype ops cast their
 /// arguments.
 
 #include <c10/core/Device.h>

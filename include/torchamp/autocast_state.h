@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief AutocastState: a thread's autocast state, to copy to other threads.
+/// @brief Core. AutocastState: a thread's autocast state, to copy to other threads.
 
 #include <ATen/autocast_mode.h>
 #include <c10/core/Device.h>

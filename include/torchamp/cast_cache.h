@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief WeightCache: how long casts of weights are cached, and how to invalidate them.
+/// @brief Core. WeightCache: how long casts of weights are cached, and how to invalidate them.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
@@ -17,25 +17,17 @@
 namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
-/// Who casts weights in a region.
-enum class CastsBy : std::uint8_t {
-  libtorch,
-  store,     ///< registered_weight_casts
-  together,  ///< registered_casts_together
-};
-
 /// A WeightCache that needs torchamp/weight_cache.h.
 struct LongWeightCache {
   WeightKeep::Until until;
-  CastsBy by = CastsBy::store;
 };
 
 /// What that header adds: see .github/CONTRIBUTING.md, An extra.
 template <class LongCache>
 struct LongWeightCacheExtra {
-  static_assert(sizeof(LongCache) == 0,
-                "torchamp: include torchamp/weight_cache.h, which has WeightCache::window, kept "
-                "and together.");
+  static_assert(
+      sizeof(LongCache) == 0,
+      "torchamp: include torchamp/weight_cache.h, which has WeightCache::window and kept.");
 };
 
 /// The number of NoCastCaches (torchamp/autocast_state.h) that live on the calling thread.
@@ -75,10 +67,10 @@ class EmptyCastCache {
 /// How long casts of weights to 16 bits are cached (AutocastOptions::cache).
 ///
 /// `none` and `libtorch` are torch.autocast's `cache_enabled`: LibTorch's cache identifies a weight
-/// by its tensor object alone, and holds one cast of it, within one autograd graph. `together`
-/// makes the casts by few ops. The others are torchamp's own cache, which casts a weight again
-/// after it has changed: see torchamp/weight_cache.h, which `window`, `kept` and `together` need.
-/// Without that header `region` is `libtorch`.
+/// by its tensor object alone, and holds one cast of it, within one autograd graph. The
+/// others are torchamp's own cache, which casts a weight again after it has changed: see
+/// torchamp/weight_cache.h, which `window` and `kept` need. Without that header `region` is
+/// `libtorch`.
 ///
 /// After writes that LibTorch does not count, call weights_changed().
 class WeightCache {
@@ -94,42 +86,34 @@ class WeightCache {
   static constexpr detail::LongWeightCache window{detail::WeightKeep::Until::weights_step};
   /// torchamp's cache, until the weight is destroyed, or clear_weight_cache().
   static constexpr detail::LongWeightCache kept{detail::WeightKeep::Until::told};
-  /// As long as LibTorch's cache, but weights that the last regions cast one after another are cast
-  /// by one op, and their gradients, too.
-  static constexpr detail::LongWeightCache together{detail::WeightKeep::Until::region_ends,
-                                                    detail::CastsBy::together};
 
-  /// `window`, `kept` or `together`.
+  /// `window` or `kept`.
   template <std::same_as<detail::LongWeightCache> LongCache>
   constexpr WeightCache(LongCache cache)
-      : WeightCache(detail::LongWeightCacheExtra<LongCache>::until(cache), cache.by) {}
+      : WeightCache(detail::LongWeightCacheExtra<LongCache>::until(cache),
+                    &detail::registered_weight_casts) {}
 
   /// Equal if they cache casts for the same time, in the same cache.
   bool operator==(const WeightCache&) const = default;
 
+  /// For the library's own headers: how long casts are kept, and where the one that casts weights
+  /// is registered; null: LibTorch casts them.
+  constexpr WeightCache(detail::WeightKeep::Until until, const detail::WeightCasts* const* casts)
+      : until_(until), casts_(casts) {}
   /// For the library's own headers: how long casts are kept.
   constexpr detail::WeightKeep::Until until() const { return until_; }
   /// For the library's own headers: who casts weights; null: LibTorch.
-  const detail::WeightCasts* casts() const {
-    if (by_ == detail::CastsBy::libtorch) return nullptr;
-    return by_ == detail::CastsBy::store ? detail::registered_weight_casts
-                                         : detail::registered_casts_together;
-  }
+  const detail::WeightCasts* casts() const { return casts_ ? *casts_ : nullptr; }
 
  private:
-  constexpr WeightCache(detail::WeightKeep::Until until, detail::CastsBy by)
-      : until_(until), by_(by) {}
-
   detail::WeightKeep::Until until_;
-  detail::CastsBy by_;
+  const detail::WeightCasts* const* casts_;
 };
 
-inline constexpr WeightCache WeightCache::none{detail::WeightKeep::Until::made,
-                                               detail::CastsBy::libtorch};
-inline constexpr WeightCache WeightCache::libtorch{detail::WeightKeep::Until::region_ends,
-                                                   detail::CastsBy::libtorch};
+inline constexpr WeightCache WeightCache::none{detail::WeightKeep::Until::made, nullptr};
+inline constexpr WeightCache WeightCache::libtorch{detail::WeightKeep::Until::region_ends, nullptr};
 inline constexpr WeightCache WeightCache::region{detail::WeightKeep::Until::region_ends,
-                                                 detail::CastsBy::store};
+                                                 &detail::registered_weight_casts};
 
 /// Drops all cached casts of weights: LibTorch's, and those of torchamp's own cache. Call it after
 /// a write to a weight inside a region through a pointer, by set_data() or by a custom op:
@@ -141,12 +125,12 @@ inline void clear_weight_cache() {
 }
 
 /// Marks the casts of all weights as stale. Call it after writes that LibTorch does not count,
-/// while torchamp's own cache is in use: through `.data()`, like LibTorch's own SGD in steps
-/// without a GradScaler, or a pointer; through another tensor over the weight's memory, present or
-/// former, that is not a view of it; by a custom kernel or an op such as `_fused_adam_`; by a graph
-/// that is not a CudaGraph's. Casts of a weight whose memory is part of a larger tensor, for
-/// example after torch::nn::utils::vector_to_parameters(), are not kept, and need no call. Any
-/// thread; never synchronises.
+/// while torchamp's own cache is in use: outside of regions through `.data()`, like LibTorch's own
+/// SGD in steps without a GradScaler; through a pointer; through another tensor over the weight's
+/// memory, present or former, that is not a view of it; by a custom kernel or an op such as
+/// `_fused_adam_`; by a graph that is not a CudaGraph's. Casts of a weight whose memory is part of
+/// a larger tensor, for example after torch::nn::utils::vector_to_parameters(), are not kept, and
+/// need no call. Any thread; never synchronises.
 inline void weights_changed() {
   at::autocast::clear_cache();
   if (auto* const kept = detail::kept_weights()) kept->all_changed();

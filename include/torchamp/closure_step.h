@@ -2,7 +2,8 @@
 #pragma once
 
 /// @file
-/// @brief step(scaler, optimizer, closure), for LBFGS and other optimizers that evaluate the loss.
+/// @brief Extra. step(scaler, optimizer, closure), for LBFGS and other optimizers that evaluate the
+/// loss.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>

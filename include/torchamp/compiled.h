@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief For the one source file of a program that compiles torchamp.
+/// @brief Core. For the one source file of a program that compiles torchamp.
 
 /// @file
 /// Defines what the other headers only declare if TORCHAMP_COMPILED is defined. A program that
@@ -21,6 +21,7 @@
 #endif
 
 #include "torchamp/autocast.h"
+#include "torchamp/cpu_products.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
 #include "torchamp/policy.h"
@@ -40,6 +41,7 @@
 #include "torchamp/detail/core/policy/policy-inl.h"
 #include "torchamp/detail/core/policy/rules-inl.h"
 #include "torchamp/detail/core/policy/schema-inl.h"
+#include "torchamp/detail/core/products/cpu_products-inl.h"
 #include "torchamp/detail/core/scaler/grad_scaler-inl.h"
 
 namespace TORCHAMP_NAMESPACE {

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief CudaGraph: a whole training iteration, captured once and replayed.
+/// @brief Extra. CudaGraph: a whole training iteration, captured once and replayed.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/Device.h>

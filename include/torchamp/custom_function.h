@@ -2,7 +2,8 @@
 #pragma once
 
 /// @file
-/// @brief AutocastFunction: an autograd function whose backward has forward's autocast state.
+/// @brief Extra. AutocastFunction: an autograd function whose backward has forward's autocast
+/// state.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>

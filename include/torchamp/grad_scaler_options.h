@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief GradScalerOptions and GradScalerState: a scaler's options and saved state.
+/// @brief Core. GradScalerOptions and GradScalerState: a scaler's options and saved state.
 
 #include <ATen/core/Tensor.h>
 
@@ -22,13 +22,6 @@ enum class AtLimit {
   warn,         ///< a LibTorch warning, each time that the limit is reached
   throw_error,  ///< update() throws a c10::Error and changes nothing
   call,         ///< calls GradScalerOptions::on_limit, each time, at the end of update()
-};
-
-/// When the count of overflows (GradScalerOptions::hysteresis) is reset.
-enum class HysteresisRefill {
-  growth,     ///< when the scale grows (Megatron, DeepSpeed)
-  good_step,  ///< at each good one (DeepSpeed's consecutive_hysteresis, Apex's update kernel)
-  good_or_backed_off  ///< also after the scale has backed off (Paddle)
 };
 
 /// How long a GradScaler looks for calls in an order that trains wrongly, such as a clip of scaled
@@ -82,16 +75,10 @@ struct GradScalerOptions {
   /// What happens when the scale should back off, but is at min_scale.
   AtLimit at_min_scale = AtLimit::warn;
 
-  /// Number of overflows that back off the scale; 1 backs off at the first. A good iteration
-  /// between them does not reset the count, unless hysteresis_refill says so. Above some 100,000,
-  /// it is approximate where only the device knows the scale.
+  /// Number of overflows that back off the scale; 1 backs off at the first. Only growth of the
+  /// scale resets the count. Above some 100,000, it is approximate where only the device knows the
+  /// scale.
   int64_t hysteresis = 1;
-  /// When that count is reset.
-  HysteresisRefill hysteresis_refill = HysteresisRefill::growth;
-
-  /// A bad iteration backs off the scale only if at least this fraction of the iterations since its
-  /// last change were bad; from 0 to 1 (fairseq).
-  double overflow_tolerance = 0.;
 
   /// The value of growth_tracker initially and after a bad iteration; 0 or below (DeepSpeed: -1).
   int64_t growth_tracker_start = 0;

@@ -18,7 +18,7 @@
 #include "torchamp/version.h"
 
 /// @file
-/// @brief Learning rates that warm up and then decay: WarmupCosine, WarmupLinear.
+/// @brief Extra. Learning rates that warm up and then decay: WarmupCosine, WarmupLinear.
 
 namespace TORCHAMP_NAMESPACE {
 

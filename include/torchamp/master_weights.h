@@ -2,7 +2,8 @@
 #pragma once
 
 /// @file
-/// @brief MasterWeights: a model in 16 bits, with fp32 masters of its weights for the optimizer.
+/// @brief Extra. MasterWeights: a model in 16 bits, with fp32 masters of its weights for the
+/// optimizer.
 
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
@@ -193,8 +194,8 @@ class MasterWeights final : public detail::MastersOfModel {
   inline std::vector<std::pair<std::string, at::Tensor>> named_parameters() const override;
 
   /// After backward(): adds the model's 16-bit gradients to the masters' gradients, in fp32, and
-  /// frees them. Call it after each micro-batch to accumulate in fp32, or once after several, which
-  /// accumulates in 16 bits. With DistributedDataParallel::no_sync(), call it once, after the last:
+  /// frees them. Call it after each micro-batch to accumulate in fp32, as an Accumulation does
+  /// itself, or once after several, which accumulates in 16 bits. With DistributedDataParallel::no_sync(), call it once, after the last:
   /// only the model's gradients are averaged. Call it before GradScaler::unscale_: in the
   /// before_unscale() of an Accumulation. Two passes over all parameters (one if the masters have
   /// no gradients yet). An error if the optimizer has changed the masters since the last
@@ -249,11 +250,6 @@ class MasterWeights final : public detail::MastersOfModel {
   void check_split_weights(const std::string& call, bool unwritten = true) const;
   void check_taken() const;
   void check_takes_gradients() const;
-  struct Taken {
-    at::Tensor parameter, owner, gradient;  // in fp32, of the owner
-  };
-  std::vector<Taken> sum_gradients() const;
-  void give_to_optimizer(std::vector<Taken> taken);
   int64_t master_versions() const;
   void warn_of_left_gradients();
 

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Which parameters of an optimizer have no gradient, and why.
+/// @brief Core. Which parameters of an optimizer have no gradient, and why.
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>

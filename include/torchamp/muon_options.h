@@ -18,7 +18,7 @@
 #include "torchamp/version.h"
 
 /// @file
-/// @brief The options of FusedMuon, and the state that it stores for a parameter.
+/// @brief Core. The options of FusedMuon, and the state that it stores for a parameter.
 
 namespace TORCHAMP_NAMESPACE {
 

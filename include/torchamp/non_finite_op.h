@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief first_non_finite_op: the op that made the first inf or NaN.
+/// @brief Extra. first_non_finite_op: the op that made the first inf or NaN.
 
 #include <ATen/core/Tensor.h>
 

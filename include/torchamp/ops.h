@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief The ops that an edit of a policy names.
+/// @brief Core. The ops that an edit of a policy names.
 
 #include <algorithm>
 #include <cstddef>
@@ -54,7 +54,8 @@ namespace detail {
 // clang-format off
 inline constexpr std::string_view matmul_ops[] = {
     "mm"sv, "bmm"sv, "mv"sv, "matmul"sv, "addmm"sv, "_addmm_activation"sv, "addmv"sv, "addr"sv,
-    "addbmm"sv, "baddbmm"sv, "einsum"sv, "chain_matmul"sv, "linalg_multi_dot"sv, "linalg_vecdot"sv};
+    "addbmm"sv, "baddbmm"sv, "einsum"sv, "chain_matmul"sv, "linalg_multi_dot"sv, "linalg_vecdot"sv,
+    "_grouped_mm"sv};
 inline constexpr std::string_view conv_ops[] = {
     "conv1d"sv, "conv2d"sv, "conv3d"sv, "conv_tbc"sv, "conv_transpose1d"sv, "conv_transpose2d"sv,
     "conv_transpose3d"sv, "convolution"sv, "_convolution"sv, "cudnn_convolution"sv,
@@ -63,7 +64,10 @@ inline constexpr std::string_view linear_ops[] = {"linear"sv};
 inline constexpr std::string_view dense_ops[] = {"linear"sv, "addmm"sv, "mm"sv, "matmul"sv};
 inline constexpr std::string_view attention_ops[] = {
     "scaled_dot_product_attention"sv, "_scaled_dot_product_flash_attention"sv,
-    "_native_multi_head_attention"sv};
+    "_native_multi_head_attention"sv, "_scaled_dot_product_attention_math"sv,
+    "_scaled_dot_product_flash_attention_for_cpu"sv, "_scaled_dot_product_efficient_attention"sv,
+    "_scaled_dot_product_cudnn_attention"sv, "_scaled_dot_product_fused_attention_overrideable"sv,
+    "_efficient_attention_forward"sv, "_cudnn_attention_forward"sv};
 inline constexpr std::string_view recurrent_ops[] = {
     "lstm"sv, "gru"sv, "rnn_tanh"sv, "rnn_relu"sv, "lstm_cell"sv, "gru_cell"sv, "rnn_tanh_cell"sv,
     "rnn_relu_cell"sv, "_thnn_fused_lstm_cell"sv, "_thnn_fused_gru_cell"sv, "_cudnn_rnn"sv,

@@ -24,7 +24,7 @@
 #include "torchamp/version.h"
 
 /// @file
-/// @brief Fused optimizers that never synchronise: Adam, AdamW, SGD, Adagrad, Muon.
+/// @brief Core. Fused optimizers that never synchronise: Adam, AdamW, SGD, Adagrad, Muon.
 ///
 /// Optimizers over ATen's fused kernels. Each takes the options of LibTorch's own optimizer,
 /// computes the same steps (within rounding), stores its state in LibTorch's types, and reads and

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Policy: which ops run in which dtype.
+/// @brief Core. Policy: which ops run in which dtype.
 
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
@@ -19,21 +19,10 @@
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
-class OpRule;
 class PolicyData;
 }  // namespace torchamp::detail
 
 namespace TORCHAMP_NAMESPACE {
-
-namespace detail {
-/// What torchamp/fp8.h adds: see .github/CONTRIBUTING.md, An extra.
-template <class AnyPolicy>
-struct Fp8Extra {
-  static_assert(sizeof(AnyPolicy) == 0,
-                "torchamp: include torchamp/fp8.h to use Policy::fp8 and its options.");
-  using Options = When;
-};
-}  // namespace detail
 
 /// The table that decides which ops run in which dtype inside an AutocastGuard.
 ///
@@ -48,13 +37,13 @@ struct Fp8Extra {
 /// removes the conditional rules below it.
 class Policy {
  public:
-  /// fp16 (or bf16) for matmul, conv and linear ops; fp32 for additions, reductions and
-  /// binary_cross_entropy (see Note [Binary cross entropy]); LibTorch's own kernels for the rest,
-  /// and where a device lacks a kernel for an op on LibTorch's CUDA lists, the rule of that list.
+  /// fp16 (or bf16) for matmul, conv and linear ops; fp32 for additions, reductions, sums over
+  /// indices and windows (see Note [Sums in 16 bits]) and binary_cross_entropy (see
+  /// Note [Binary cross entropy]); LibTorch's own kernels for the rest, and where a device lacks a
+  /// kernel for an op on LibTorch's CUDA lists, the rule of that list.
   /// Calls that LibTorch would reject for their dtypes are cast as Note [What LibTorch refuses]
   /// says; other in-place and out= forms are unchanged. Sums of gradients that autograd makes keep
-  /// their dtype: see Note [Sums of gradients]. On a CPU without LSTMs in the region's dtype
-  /// (oneDNN's bf16 ones need avx512), LSTMs, GRUs and RNNs run in fp32, with one warning.
+  /// their dtype: see Note [Sums of gradients].
   static Policy standard();
 
   /// LibTorch's own lists for each device, exactly.
@@ -67,7 +56,7 @@ class Policy {
   /// Errors, which leave the policy unchanged and name the edit (`Policy::fp32`): a name that
   /// LibTorch does not know (with the nearest known one); for a rule that casts, an op that cannot
   /// be cast (with the reason); a dtype in `when` that no region has; Cast::fp8 in a program that
-  /// does not include torchamp/fp8.h.
+  /// does not include torchamp/labs/fp8.h.
   Policy& set(Cast rule, const OpNames& ops, const When& when = {}) {
     return edit(rule, ops, when);
   }
@@ -92,35 +81,9 @@ class Policy {
     return edit(Cast::native, ops, when);
   }
 
-  /// Runs the named products in fp8 (needs torchamp/fp8.h, which has Fp8Options): operands, and the
-  /// gradient that arrives in backward, are quantised to 8 bits, with scales of the present
-  /// tensors; the result has the region's dtype. The ops are `linear`, `addmm`, `mm` and `matmul`
-  /// (ops::dense), with a matrix as their second factor.
-  ///
-  ///     auto policy = torchamp::Policy::standard().fp8(torchamp::ops::dense);
-  ///
-  /// GPUs with fp8 units compute the products; a CPU emulates them, with the same 8-bit operands
-  /// and scales. A call that fp8 does not support runs as lower_precision, which a CastRecorder
-  /// counts. In an fp32 region the rule has no effect. An inf or NaN in an operand turns all
-  /// results that use its scale into NaN: under `tensorwise` and `nvfp4` the whole result. Asking
-  /// for a second derivative is an error. A region that ends without a single product in fp8 warns
-  /// once, and names the products that it has called. Never synchronises. Keeps no statistics
-  /// between calls; 8-bit forms of parameters are cached like casts of weights: see
-  /// AutocastOptions::cache.
-  ///
-  /// Errors: set()'s, and any other op; with `options.strict`, a device that cannot, at the guard
-  /// (for a module's policy, at its forward).
-  template <class AnyPolicy = Policy>
-  Policy& fp8(const OpNames& ops, const typename detail::Fp8Extra<AnyPolicy>::Options& options = {},
-              const When& when = {}) {
-    return edit(Cast::fp8, ops, when, detail::Fp8Extra<AnyPolicy>::rule(options));
-  }
-
   /// The rule of one overload on one type of device, without conditional rules. A name without
   /// overload means the overload without a name, or else all castable overloads, if they have one
-  /// rule; otherwise an error lists them. An op on no list is `unchanged`. Where a CPU has
-  /// recurrent layers in only one 16-bit dtype, the rule is that for the calling thread's autocast
-  /// dtype; the first query tries the kernel.
+  /// rule; otherwise an error lists them. An op on no list is `unchanged`.
   Cast lookup(std::string_view op, at::DeviceType device) const {
     return common_rule("Policy::lookup", op, device, /*in_effect=*/false);
   }
@@ -143,8 +106,7 @@ class Policy {
   explicit Policy(std::shared_ptr<const detail::PolicyData> data) : data_(std::move(data)) {}
 
  private:
-  Policy& edit(Cast rule, const OpNames& ops, const When& when,
-               std::shared_ptr<const detail::OpRule> op_rule = nullptr);
+  Policy& edit(Cast rule, const OpNames& ops, const When& when);
 
   Cast common_rule(const char* call, std::string_view op, at::DeviceType device,
                    bool in_effect) const;

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Policies as text: printed, in a string or in a file.
+/// @brief Extra. Policies as text: printed, in a string or in a file.
 
 #include <ostream>
 #include <string>
@@ -11,7 +11,6 @@
 #include "torchamp/detail/core/autocast/environment.h"
 #include "torchamp/detail/extras/policy_text/parse.h"
 #include "torchamp/detail/extras/policy_text/print.h"
-#include "torchamp/fp8.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"
 

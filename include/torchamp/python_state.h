@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief The scaler's state in files for Python.
+/// @brief Extra. The scaler's state in files for Python.
 
 #include <ATen/core/Dict.h>
 #include <ATen/core/ivalue.h>

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief checkpoint: activations that are computed again in backward and not kept.
+/// @brief Extra. checkpoint: activations that are computed again in backward and not kept.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

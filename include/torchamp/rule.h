@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief What an edit of a policy does to ops, and when: a rule, and conditions.
+/// @brief Core. What an edit of a policy does to ops, and when: a rule, and conditions.
 
 #include <ATen/core/function_schema.h>
 #include <ATen/core/ivalue.h>
@@ -29,7 +29,7 @@ enum class Cast : std::uint8_t {
   fp32,             ///< cast to fp32; an op with a `dtype` argument computes in fp32 instead
   promote,          ///< cast to the widest dtype among the arguments
   unchanged,        ///< unchanged, also in the ops that this op calls
-  fp8,              ///< quantised to 8 bits: see Policy::fp8
+  fp8,              ///< quantised to 8 bits: see torchamp/labs/fp8.h
 };
 
 namespace detail {
@@ -65,7 +65,7 @@ inline constexpr CastRow cast_rows[] = {
      .follows_input = true},
     {.cast = Cast::fp8,
      .name = "fp8"sv,
-     .effect = "operands are quantised to 8 bits: see Policy::fp8"sv,
+     .effect = "operands are quantised to 8 bits: see torchamp/labs/fp8.h"sv,
      .casts = true,
      .may_narrow = true},  // where it cannot be
     {.cast = Cast::unchanged,

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief ScaledStep and CapturedStep: interfaces of optimizers that step without reading the
+/// @brief Core. ScaledStep and CapturedStep: interfaces of optimizers that step without reading the
 /// device.
 
 #include <ATen/core/Tensor.h>

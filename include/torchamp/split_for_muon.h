@@ -17,7 +17,8 @@
 #include "torchamp/version.h"
 
 /// @file
-/// @brief split_for_muon(): which parameters of a model FusedMuon steps, and which FusedAdamW.
+/// @brief Extra. split_for_muon(): which parameters of a model FusedMuon steps, and which
+/// FusedAdamW.
 
 namespace TORCHAMP_NAMESPACE {
 

@@ -2,13 +2,15 @@
 #pragma once
 
 /// @file
-/// @brief What a training loop needs: guards, policies, the scaler, fused optimizers, clipping.
+/// @brief Core. What a training loop needs: guards, policies, the scaler, fused optimizers,
+/// clipping.
 
 /// @namespace torchamp
 /// Automatic mixed precision for LibTorch. Every other feature has its own header.
 
 #include "torchamp/autocast.h"
 #include "torchamp/clip_grad.h"
+#include "torchamp/cpu_products.h"
 #include "torchamp/detail/core/scaler/grad_scaler_archive.h"  // IWYU pragma: export
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief TrainingCheckpoint: a file from which a run resumes.
+/// @brief Extra. TrainingCheckpoint: a file from which a run resumes.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/ivalue.h>

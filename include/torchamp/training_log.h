@@ -2,15 +2,16 @@
 #pragma once
 
 /// @file
-/// @brief TrainingStepOptions::log: a file with a line for each step.
+/// @brief Extra. TrainingStepOptions::log: a file with a line for each step.
 ///
 /// With this header a TrainingStep takes `.log = "run.csv"`. The file begins with the line
-/// `step,loss,scale,skipped,norm,time`. Each step adds a line: its number, the loss (of the window's
-/// last micro-batch), its scale, 1 if the step was skipped and else 0, the norm before clipping
-/// (empty without max_grad_norm), and the seconds since construction. An existing file is appended
-/// to. A device's values are written some steps later, when they have arrived on the host, so
-/// nothing waits for them; finish() and the destructor write the rest. If a line cannot be written
-/// (the disk is full), training goes on: the log warns, and writes the line with a later one.
+/// `step,loss,scale,skipped,norm,time`. Each step adds a line: its number, the loss (of the
+/// window's last micro-batch), its scale, 1 if the step was skipped and else 0, the norm before
+/// clipping (empty without max_grad_norm), and the seconds since construction. An existing file is
+/// appended to. A device's values are written some steps later, when they have arrived on the host,
+/// so nothing waits for them; finish() and the destructor write the rest. If a line cannot be
+/// written (the disk is full), training goes on: the log warns, and writes the line with a later
+/// one.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
@@ -72,7 +73,7 @@ class CsvStepLog final : public StepLog {
     for (const at::Tensor& one : given) {
       if (one.defined() && device.is_cpu()) device = one.device();
     }
-    const bool has_fp64 = facts_of(device.type()).fp64 == DeviceFacts::Fp64::yes;
+    const bool has_fp64 = facts_of(device.type()).fp64 == Fp64::yes;
     const auto options = at::TensorOptions(device).dtype(has_fp64 ? at::kDouble : at::kFloat);
     for (std::size_t i = 0; i < given.size(); ++i) {
       line.digits[i] = !given[i].defined() ? 0 : given[i].scalar_type() == at::kDouble ? 17 : 9;

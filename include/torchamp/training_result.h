@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief TrainingResult: the result of a TrainingStep's iteration.
+/// @brief Extra. TrainingResult: the result of a TrainingStep's iteration.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief TrainingStep: a training iteration in mixed precision, in one call.
+/// @brief Extra. TrainingStep: a training iteration in mixed precision, in one call.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
@@ -51,8 +51,8 @@ struct TrainingStepOptions {
   /// The device of the iteration. Unset: that of the model's parameters.
   std::optional<c10::Device> device = std::nullopt;
   /// fp16, bf16, or fp32 (no casts). Unset: the masters' dtype, if there are masters; fp16 on
-  /// CUDA; bf16 on a CPU that is fast in it, otherwise fp32, with one warning; elsewhere the
-  /// device's autocast dtype. A model in fp64, which is never cast, causes a warning.
+  /// CUDA; elsewhere the device's autocast dtype, which is bf16 on a CPU (see cpu_products.h for
+  /// CPUs without instructions for it). A model in fp64, which is never cast, causes a warning.
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// Like AutocastOptions::policy.
   std::optional<Policy> policy = std::nullopt;

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief torchamp's version, for the preprocessor.
+/// @brief Core. torchamp's version, for the preprocessor.
 
 // cl.exe keeps C++98's __cplusplus without /Zc:__cplusplus.
 #if (defined(_MSVC_LANG) ? _MSVC_LANG : __cplusplus) < 202002L
@@ -48,13 +48,6 @@
 #define TORCHAMP_BODIES 1
 #define TORCHAMP_BODY inline
 #endif
-// A function that hardly ever runs: compiled for size, not speed.
-#if __has_cpp_attribute(gnu::cold)
-#define TORCHAMP_RARE [[gnu::cold]]
-#else
-#define TORCHAMP_RARE
-#endif
-#define TORCHAMP_COLD TORCHAMP_RARE TORCHAMP_BODY
 /// @endcond
 
 namespace TORCHAMP_NAMESPACE {

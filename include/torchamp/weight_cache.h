@@ -2,8 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief torchamp's own cache of casts of weights: WeightCache::region, window and kept; and
-/// WeightCache::together, which casts weights by few ops.
+/// @brief Extra. torchamp's own cache of casts of weights: WeightCache::region, window and kept.
 
 #include <ATen/TracerMode.h>
 #include <ATen/autocast_mode.h>
@@ -31,7 +30,6 @@
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/detail/extras/weights/cast.h"
 #include "torchamp/detail/extras/weights/derived.h"
-#include "torchamp/detail/extras/weights/together.h"
 #include "torchamp/detail/extras/weights/weight_stamp.h"
 #include "torchamp/version.h"
 
@@ -47,17 +45,6 @@
 /// destroyed weights are freed at the end of the next outermost guard, by the next step of a
 /// GradScaler or of a fused optimizer, or by weight_cache_stats() or clear_weight_cache(), and
 /// within a region once they may be half of what is stored.
-///
-/// WeightCache::together leaves the casts to LibTorch's cache, for as long as that keeps them, but
-/// makes them by few ops: a region casts up to 32 weights by one op if the last regions cast these
-/// one after another, and backward casts their gradients by one op. Values and gradients equal,
-/// bitwise, those with LibTorch's cache; the order of the sum may differ where a weight's gradient
-/// is a sum of three or more, from casts of it, of views of it and from ops in fp32. A weight may
-/// be cast before its first use in a region, so call weights_changed() after a write within the
-/// region that LibTorch does not count. A gradient hook that is registered between forward and
-/// backward may get an undefined gradient. No gradient comes to a `w.t()` that the program keeps,
-/// but to `w`. A weight of ops that a policy's predicate decides about, and of others, has two
-/// casts. Statistics and budget are those of the other caches only.
 
 namespace torchamp::detail {
 
@@ -126,33 +113,6 @@ class StoredWeightCasts final : public WeightCasts {
   bool uses_libtorch_cache() const override { return false; }
 };
 
-/// Has weights cast together: see Note [Weights cast together].
-class CastsTogether final : public WeightCasts {
- public:
-  void prepare(at::DeviceType device) const override {
-    register_kernels_of_natively_lowered(device);
-  }
-
-  void cast(const c10::FunctionSchema& schema, const std::vector<std::size_t>& positions,
-            at::ScalarType dtype, at::DeviceType device, torch::jit::Stack& stack) const override {
-    if (!at::autocast::is_autocast_cache_enabled() || is_traced() ||
-        dtype != at::autocast::get_autocast_dtype(device)) {
-      return;
-    }
-    std::optional<CastPoolHandle> handle;
-    const auto cast_of = [&](const at::Tensor& tensor, std::size_t /*position*/) {
-      const WeightUse use = weight_use(tensor, device);
-      if (!use.weight.defined()) return tensor;
-      if (!handle) handle = cast_pool(use.weight.device(), dtype);
-      const at::Tensor cast = handle->pool->cast(use, dtype);
-      return cast.defined() ? cast : tensor;
-    };
-    change_arguments(schema, positions, stack, cast_of);
-  }
-
-  bool uses_libtorch_cache() const override { return true; }
-};
-
 template <>
 struct LongWeightCacheExtra<LongWeightCache> {
   static constexpr WeightKeep::Until until(LongWeightCache cache) { return cache.until; }
@@ -160,7 +120,6 @@ struct LongWeightCacheExtra<LongWeightCache> {
 
 inline const bool weight_casts_are_registered = [] {
   registered_weight_casts = new StoredWeightCasts;  // never destroyed: threads point to them
-  registered_casts_together = new CastsTogether;
   return true;
 }();
 

@@ -6,6 +6,7 @@
 #include <torch/torch.h>
 #include <torchamp/clip_grad.h>
 #include <torchamp/master_weights.h>
+#include <torchamp/optim.h>
 
 #include <optional>
 #include <stdexcept>
@@ -24,9 +25,9 @@ namespace {
 
 /// One weight of 1 in bf16, with its master.
 struct Narrow {
-  Narrow() {
+  explicit Narrow(const torchamp::MasterWeightsOptions& options = {.dtype = at::kBFloat16}) {
     torch::nn::init::ones_(net->weight);
-    masters.emplace(net, torchamp::MasterWeightsOptions{.dtype = at::kBFloat16});
+    masters.emplace(net, options);
   }
   at::Tensor loss(float x) {
     return net->forward(torch::full({1, 1}, x, at::kBFloat16)).to(at::kFloat).sum();
@@ -53,6 +54,29 @@ TEST(AccumulationOfMasterWeights, StepsWithWhatIsTakenBeforeUnscaling) {
     }
     EXPECT_NEAR(narrow.master(), 0.F, 1e-5);
     EXPECT_NEAR(narrow.net->weight.item<float>(), 0.F, 1e-5);
+  }
+}
+
+/// 256 + 1 is 256 in bf16.
+TEST(AccumulationOfMasterWeights, AddsMicroBatchesInFp32) {
+  constexpr int parts = 64;
+  for (const torchamp::MasterStorage storage :
+       {torchamp::MasterStorage::full, torchamp::MasterStorage::split}) {
+    for (const bool is_flushed : {false, true}) {
+      Narrow narrow({.dtype = at::kBFloat16, .storage = storage});
+      torchamp::FusedSGD optimizer(narrow.masters->parameters(), torch::optim::SGDOptions(1.));
+      GradScaler scaler({.init_scale = parts});
+      Accumulation accumulation(scaler, optimizer, is_flushed ? parts + 1 : parts);
+      float sum = 0;
+      accumulation.before_unscale([&] {
+        narrow.masters->take_gradients();
+        sum = narrow.masters->parameters()[0].grad().item<float>();
+      });
+      for (int i = 0; i < parts; ++i) accumulation.backward(narrow.loss(i == 0 ? 256 : 1));
+      if (is_flushed) accumulation.flush();
+      const float exact = is_flushed ? 319.F * parts / (parts + 1) : 319.F;
+      EXPECT_NEAR(sum, exact, is_flushed ? 1.F : 0.F);
+    }
   }
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/policy_file.h"
+#include "torchamp/labs/policy_file.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -13,8 +13,8 @@
 #include "support/audited_net.h"
 #include "support/expect_error.h"
 #include "support/temporary_folder.h"
+#include "torchamp/labs/precision_audit.h"
 #include "torchamp/policy_text.h"
-#include "torchamp/precision_audit.h"
 #include "torchamp/torchamp.h"
 
 namespace {

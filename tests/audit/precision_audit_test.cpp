@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Which ops an audit finds harmful, what it chooses, and that it changes nothing.
-#include <torchamp/precision_audit.h>
+#include <torchamp/labs/precision_audit.h>
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

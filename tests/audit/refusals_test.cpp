@@ -4,9 +4,9 @@
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/labs/policy_file.h>
+#include <torchamp/labs/precision_audit.h>
 #include <torchamp/master_weights.h>
-#include <torchamp/policy_file.h>
-#include <torchamp/precision_audit.h>
 #include <torchamp/torchamp.h>
 
 #include <cmath>

@@ -7,8 +7,10 @@
 #include <torchamp/accumulate.h>
 #include <torchamp/closure_step.h>
 #include <torchamp/grad_scaler.h>
+#include <torchamp/labs/weights_together.h>
 #include <torchamp/master_weights.h>
 #include <torchamp/optim.h>
+#include <torchamp/weight_cache.h>
 
 #include <functional>
 #include <memory>
@@ -24,6 +26,7 @@
 
 using torchamp::AutocastGuard;
 using torchamp::GradScaler;
+using torchamp::WeightCache;
 
 namespace {
 
@@ -147,19 +150,21 @@ INSTANTIATE_TEST_SUITE_P(, GuardAroundAll,
 
 /// Trains a small network with an optimizer of LibTorch, and returns the last loss.
 template <class Optimizer, class Options>
-float loss_after_training(bool whole, const Options& options) {
+float loss_after_training(bool whole, const Options& options,
+                          WeightCache cache = WeightCache::libtorch) {
   torch::manual_seed(1);
   torch::nn::Sequential net(torch::nn::Conv2d(torch::nn::Conv2dOptions(3, 8, 3)), torch::nn::ReLU(),
                             torch::nn::Flatten(), torch::nn::Linear(8 * 36, 10));
   Optimizer optimizer(net->parameters(), options);
   const at::Tensor x = torch::randn({16, 3, 8, 8}), y = torch::randint(10, {16});
   std::optional<AutocastGuard> around;
-  if (whole) around.emplace(at::kCPU, at::kBFloat16);
+  const torchamp::AutocastOptions region{.dtype = at::kBFloat16, .cache = cache};
+  if (whole) around.emplace(at::kCPU, region);
   at::Tensor loss;
   for (int i = 0; i < 10; ++i) {
     optimizer.zero_grad();
     {
-      const AutocastGuard autocast(at::kCPU, at::kBFloat16);
+      const AutocastGuard autocast(at::kCPU, region);
       loss = at::cross_entropy_loss(net->forward(x), y);
     }
     loss.backward();
@@ -183,6 +188,16 @@ TEST(StepInRegion, LibTorchsOptimizersTrainAsWithAGuardForEachForward) {
       [](bool whole) { return loss_after_training<Adagrad>(whole, AdagradOptions(0.01)); });
 }
 
+TEST(StepInRegion, LibTorchsSgdTrainsWithEachCacheAsWithAGuardForEachForward) {
+  const auto options = torch::optim::SGDOptions(0.05);
+  const float expected = loss_after_training<torch::optim::SGD>(false, options);
+  for (const WeightCache cache :
+       {WeightCache::none, WeightCache::region, WeightCache(WeightCache::window),
+        WeightCache(WeightCache::kept), torchamp::weights_together()}) {
+    EXPECT_EQ(loss_after_training<torch::optim::SGD>(true, options, cache), expected);
+  }
+}
+
 TEST(StepInRegion, WritesByHandAreSeen) {
   const std::vector<std::function<void(at::Tensor)>> writes{
       [](at::Tensor w) { w.sub_(w.grad(), 0.5); },
@@ -194,7 +209,10 @@ TEST(StepInRegion, WritesByHandAreSeen) {
       [](at::Tensor w) { w.index_put_({torch::tensor({1})}, torch::tensor(4.F)); },
       [](at::Tensor w) { torch::nn::init::uniform_(w, 2., 3.); },
       [](at::Tensor w) { at::_foreach_add_({w}, 1.); },
-      [](at::Tensor w) { at::_foreach_add_({w.data()}, {w.grad()}, -0.5); },
+      [](at::Tensor w) {
+        at::_foreach_sub_(std::vector<at::Tensor>{w.data()}, std::vector<at::Tensor>{w.grad()},
+                          0.5);
+      },
   };
   for (std::size_t i = 0; i < writes.size(); ++i) {
     SCOPED_TRACE(i);

@@ -20,6 +20,7 @@
 #include "torchamp/autocast.h"
 #include "torchamp/cast_cache.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/labs/weights_together.h"
 #include "torchamp/optim.h"
 #include "torchamp/training_checkpoint.h"
 #include "torchamp/weight_cache.h"
@@ -158,7 +159,7 @@ TEST(TrainingCheckpointRecovery, GivesTheNewWeightsToARegionThatIsOpen) {
   checkpoint.add("model", model).add("alone", alone).save();
   unfit.add("model", model).add("missing", missing);
   const Tensor x = at::ones({1, 3});
-  const std::array<WeightCache, 3> caches{WeightCache::libtorch, WeightCache::together,
+  const std::array<WeightCache, 3> caches{WeightCache::libtorch, torchamp::weights_together(),
                                           WeightCache::window};
   for (const WeightCache& cache : caches) {
     SCOPED_TRACE(&cache - caches.data());

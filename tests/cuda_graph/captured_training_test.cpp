@@ -21,7 +21,8 @@
 #include "support/graph_training.h"
 #include "support/optimizer_kinds.h"
 #include "support/seed.h"
-#include "torchamp/fp8.h"
+#include "torchamp/labs/fp8.h"
+#include "torchamp/labs/weights_together.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/recompute.h"
 #include "torchamp/weight_cache.h"
@@ -50,7 +51,7 @@ TEST_P(CapturedTraining, GivesTheWeightsAndTheScaleOfEagerIterations) {
 
 TEST_P(CapturedTraining, CastsWeightsTogether) {
   Training eager(GetParam()), captured(GetParam());
-  captured.cache = torchamp::WeightCache::together;
+  captured.cache = torchamp::weights_together();
   const auto graph = graph_of(captured);
   for (int i = 0; i < 9; ++i) {
     SCOPED_TRACE(i);
@@ -85,7 +86,8 @@ TEST_P(CapturedTraining, RefusesAModelThatIsNull) {
 
 TEST_P(CapturedTraining, MakesItsProductsInFp8AsEagerIterationsDo) {
   Training eager(GetParam()), captured(GetParam()), in_16_bits(GetParam());
-  eager.policy = torchamp::Policy::standard().fp8(torchamp::ops::dense, {.strict = true});
+  eager.policy =
+      torchamp::fp8(torchamp::Policy::standard(), torchamp::ops::dense, {.strict = true});
   captured.policy = eager.policy;
   const auto graph = graph_of(captured);
   for (int i = 0; i < 9; ++i) {

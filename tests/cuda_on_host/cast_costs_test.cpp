@@ -11,6 +11,7 @@
 #include "cuda_on_host/stand_in.h"
 #include "support/contributors_page.h"
 #include "torchamp/autocast.h"
+#include "torchamp/labs/weights_together.h"
 #include "torchamp/weight_cache.h"
 
 namespace {
@@ -52,7 +53,7 @@ std::string counted_line(const std::string& name, const WeightCache& cache) {
 
 TEST(CastCosts, AreThoseOfTheGuide) {
   expect_on_contributors_page(counted_line("libtorch", WeightCache::libtorch));
-  expect_on_contributors_page(counted_line("together", WeightCache::together));
+  expect_on_contributors_page(counted_line("together", torchamp::weights_together()));
 }
 
 }  // namespace

@@ -22,20 +22,20 @@
 #include "support/temporary_folder.h"
 #include "torchamp/accumulate.h"
 #include "torchamp/autocast_state.h"
-#include "torchamp/cast_recorder.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/cuda_graph.h"
 #include "torchamp/custom_function.h"
-#include "torchamp/fp8.h"
+#include "torchamp/labs/cast_recorder.h"
+#include "torchamp/labs/fp8.h"
+#include "torchamp/labs/module_policy.h"
+#include "torchamp/labs/underflow_meter.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/missing_gradients.h"
-#include "torchamp/module_policy.h"
 #include "torchamp/python_state.h"
 #include "torchamp/recompute.h"
 #include "torchamp/torchamp.h"
 #include "torchamp/training_log.h"
 #include "torchamp/training_step.h"
-#include "torchamp/underflow_meter.h"
 
 namespace {
 
@@ -166,7 +166,8 @@ void divide_and_drop(LoopParts& in) {
 }
 
 void run_in_fp8(LoopParts& in) {
-  const auto policy = torchamp::Policy::standard().fp8(torchamp::ops::dense, {.strict = true});
+  const auto policy =
+      torchamp::fp8(torchamp::Policy::standard(), torchamp::ops::dense, {.strict = true});
   in.optimizer.zero_grad();
   Tensor loss;
   {
@@ -283,7 +284,7 @@ const std::vector<QuietHeader>& quiet_headers() {
       {"autocast.h", [] { return in_a_loop([](LoopParts& in) { in.loss(); }); }},
       {"autocast_state.h", [] { return in_a_loop(carry_autocast_state); }},
       {"cast_cache.h", [] { return in_a_loop(drop_casts); }},
-      {"cast_recorder.h", [] { return in_a_loop(record_casts); }},
+      {"labs/cast_recorder.h", [] { return in_a_loop(record_casts); }},
       {"clip_grad.h", [] { return in_a_loop(clip); }},
       {"cuda_graph.h", replay_a_graph},
       {"custom_function.h", [] { return in_a_loop(apply_custom_function); }},
@@ -293,7 +294,7 @@ const std::vector<QuietHeader>& quiet_headers() {
       {"master_weights.h", [] { return step_masters(false); }},
       {"master_weights.h", [] { return step_masters(true); }},
       {"missing_gradients.h", [] { return in_a_loop(find_missing_gradients); }},
-      {"module_policy.h", [] { return in_a_loop(set_module_policies); }},
+      {"labs/module_policy.h", [] { return in_a_loop(set_module_policies); }},
       {"optim.h", [] { return in_a_loop(divide_and_drop); }},
       {"policy.h", [] { return in_a_loop(run_in_fp8); }},
       {"python_state.h", load_what_python_saved},
@@ -304,7 +305,7 @@ const std::vector<QuietHeader>& quiet_headers() {
       {"training_result.h",
        [] { return look_at_results({.capture = torchamp::CudaGraphOptions{}}); }},
       {"training_step.h", [] { return look_at_results({}); }},
-      {"underflow_meter.h", meter_underflow},
+      {"labs/underflow_meter.h", meter_underflow},
   };
   return all;
 }
@@ -313,7 +314,8 @@ class Waits : public testing::TestWithParam<QuietHeader> {};
 INSTANTIATE_TEST_SUITE_P(OfHeaders, Waits, testing::ValuesIn(quiet_headers()),
                          [](const auto& instance) {
                            std::string name = instance.param.name + std::to_string(instance.index);
-                           std::erase_if(name, [](char c) { return c == '.' || c == '_'; });
+                           std::erase_if(name,
+                                         [](char c) { return c == '.' || c == '_' || c == '/'; });
                            return name;
                          });
 

@@ -8,7 +8,7 @@
 
 #include "support/recorder_on.h"
 #include "torchamp/autocast.h"
-#include "torchamp/cast_recorder.h"
+#include "torchamp/labs/cast_recorder.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/cast_recorder.h"
+#include "torchamp/labs/cast_recorder.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -18,7 +18,7 @@
 #include "support/recorder_on.h"
 #include "support/skips.h"
 #include "torchamp/autocast.h"
-#include "torchamp/module_policy.h"
+#include "torchamp/labs/module_policy.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/cast_recorder.h"
+#include "torchamp/labs/cast_recorder.h"
 
 #include <gtest/gtest.h>
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/underflow_meter.h"
+#include "torchamp/labs/underflow_meter.h"
 
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>

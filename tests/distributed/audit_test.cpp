@@ -16,8 +16,8 @@
 #include "support/launch.h"
 #include "torchamp/autocast.h"
 #include "torchamp/distributed/data_parallel.h"
-#include "torchamp/precision_audit.h"
-#include "torchamp/underflow_meter.h"
+#include "torchamp/labs/precision_audit.h"
+#include "torchamp/labs/underflow_meter.h"
 
 namespace {
 

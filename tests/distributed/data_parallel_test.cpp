@@ -35,6 +35,7 @@ TEST(Distributed, TrainsOnSeveralProcesses) {
 #include "torchamp/distributed/data_parallel.h"
 #include "torchamp/distributed/process_group.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/labs/weights_together.h"
 #include "torchamp/weight_cache.h"
 #if TORCHAMP_CUDA_GRAPHS && __has_include(<nccl.h>)  // a CUDA build, with CUDA's headers
 #define TORCHAMP_TEST_NCCL
@@ -83,7 +84,7 @@ TEST(Distributed, TrainsTheSameIfWeightsAreCastTogether) {
   const auto group = make_group();
   std::vector<std::vector<Tensor> > gradients;
   for (const torchamp::WeightCache cache :
-       {torchamp::WeightCache::libtorch, torchamp::WeightCache(torchamp::WeightCache::together)}) {
+       {torchamp::WeightCache::libtorch, torchamp::weights_together()}) {
     auto model = three_layers();
     DistributedDataParallel net(model, group, {.bucket_bytes = 300});
     torch::optim::SGD optimizer(model->parameters(), 0.1);

@@ -15,9 +15,9 @@
 #include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/fp8_reference.h"
-#include "torchamp/cast_recorder.h"
-#include "torchamp/fp8.h"
-#include "torchamp/module_policy.h"
+#include "torchamp/labs/cast_recorder.h"
+#include "torchamp/labs/fp8.h"
+#include "torchamp/labs/module_policy.h"
 #include "torchamp/torchamp.h"
 
 namespace {
@@ -38,7 +38,7 @@ Result run(const torch::Tensor& x, const torch::Tensor& w, const torch::Tensor& 
   const torch::Tensor x_there = x.to(device).requires_grad_();
   const torch::Tensor w_there = w.to(device).requires_grad_();
   const AutocastGuard guard(
-      device, {.dtype = dtype, .policy = Policy::standard().fp8(ops::dense, options)});
+      device, {.dtype = dtype, .policy = torchamp::fp8(Policy::standard(), ops::dense, options)});
   const torch::Tensor y = torch::linear(x_there, w_there);
   y.backward(g.to(device));
   return {y.detach().cpu(), x_there.grad().cpu(), w_there.grad().cpu()};
@@ -96,7 +96,7 @@ TEST_P(Fp8Device, ScalesOfRowsInFp16RunInLowerPrecisionAndTheReportSaysWhy) {
   torchamp::CastRecorder recorder;
   {
     const Policy policy =
-        Policy::standard().fp8(ops::dense, {.recipe = torchamp::Fp8Recipe::rowwise});
+        torchamp::fp8(Policy::standard(), ops::dense, {.recipe = torchamp::Fp8Recipe::rowwise});
     const AutocastGuard guard(GetParam(), {.dtype = at::kHalf, .policy = policy});
     EXPECT_EQ(torch::linear(x, w).scalar_type(), at::kHalf);
   }
@@ -106,17 +106,19 @@ TEST_P(Fp8Device, ScalesOfRowsInFp16RunInLowerPrecisionAndTheReportSaysWhy) {
 TEST_P(Fp8Device, StrictScalesOfRowsAreAnErrorOfTheGuardInFp16) {
   SKIP_WITHOUT(GetParam());
   const torchamp::Fp8Options rowwise{.recipe = torchamp::Fp8Recipe::rowwise, .strict = true};
-  const Policy strict = Policy::standard().fp8(ops::dense, rowwise);
+  const Policy strict = torchamp::fp8(Policy::standard(), ops::dense, rowwise);
   EXPECT_ERROR(const AutocastGuard made(GetParam(), {.dtype = at::kHalf, .policy = strict}),
                " cannot follow it in a region in Half: rowwise products of a GPU are in bf16 only");
   EXPECT_FALSE(at::autocast::is_autocast_enabled(GetParam()));
-  const Policy second = Policy::standard().fp8({"mm"}, {.strict = true}).fp8({"addmm"}, rowwise);
+  const Policy second = torchamp::fp8(torchamp::fp8(Policy::standard(), {"mm"}, {.strict = true}),
+                                      {"addmm"}, rowwise);
   EXPECT_ERROR(const AutocastGuard made(GetParam(), {.dtype = at::kHalf, .policy = second}),
                "rowwise products of a GPU are in bf16 only");
   const AutocastGuard in_bf16(GetParam(), {.dtype = at::kBFloat16, .policy = strict});
   const AutocastGuard on_a_cpu(at::kCPU, {.dtype = at::kHalf, .policy = strict});
   // A rule for bf16 alone says nothing of a region in fp16.
-  const Policy bf16_alone = Policy::standard().fp8(ops::dense, rowwise, {.dtype = at::kBFloat16});
+  const Policy bf16_alone =
+      torchamp::fp8(Policy::standard(), ops::dense, rowwise, {.dtype = at::kBFloat16});
   const AutocastGuard in_fp16(GetParam(), {.dtype = at::kHalf, .policy = bf16_alone});
 }
 
@@ -126,7 +128,8 @@ TEST_P(Fp8Device, AModulesStrictRuleIsAnErrorOfItsForward) {
   const torch::Tensor x = torch::ones({4, 16}).to(GetParam());
   torch::nn::Sequential model(
       torch::nn::Functional([](const torch::Tensor& of) { return torch::linear(of, of); }));
-  torchamp::ModulePolicies{{"0", Policy::standard().fp8(ops::dense, rowwise)}}.apply_to(*model);
+  torchamp::ModulePolicies{{"0", torchamp::fp8(Policy::standard(), ops::dense, rowwise)}}.apply_to(
+      *model);
   EXPECT_EQ(model->forward(x).scalar_type(), at::kFloat);  // no region
   {
     const AutocastGuard in_fp16(GetParam(), at::kHalf);
@@ -142,10 +145,11 @@ TEST_P(Fp8SimulatedDevice, AStrictRuleThatIsNotInForceAsksNothingOfTheDevice) {
   const simulated::NoFp8Units old_device;
   const torchamp::Fp8Options strict{.strict = true};
   {
-    const Policy replaced = Policy::standard().fp8(ops::dense, strict).fp32(ops::dense);
+    const Policy replaced = torchamp::fp8(Policy::standard(), ops::dense, strict).fp32(ops::dense);
     const AutocastGuard guard(GetParam(), {.dtype = at::kHalf, .policy = replaced});
   }
-  const Policy bf16_alone = Policy::standard().fp8(ops::dense, strict, {.dtype = at::kBFloat16});
+  const Policy bf16_alone =
+      torchamp::fp8(Policy::standard(), ops::dense, strict, {.dtype = at::kBFloat16});
   const AutocastGuard in_fp16(GetParam(), {.dtype = at::kHalf, .policy = bf16_alone});
   EXPECT_ERROR(
       const AutocastGuard in_bf16(GetParam(), {.dtype = at::kBFloat16, .policy = bf16_alone}),
@@ -245,7 +249,7 @@ TEST_P(Fp8SimulatedDevice, ReadsAndCopiesNothing) {
   SKIP_WITHOUT(GetParam());
   const torch::Tensor x = torch::randn({6, 20}).to(GetParam()).requires_grad_();
   const torch::Tensor w = torch::randn({9, 20}).to(GetParam()).requires_grad_();
-  const AutocastGuard guard(GetParam(), {.policy = Policy::standard().fp8(ops::dense)});
+  const AutocastGuard guard(GetParam(), {.policy = torchamp::fp8(Policy::standard(), ops::dense)});
   const simulated::Counts counts;
   torch::linear(x, w).sum().backward();
   EXPECT_EQ(counts.now().waits, 0);
@@ -260,8 +264,8 @@ TEST_P(Fp8SimulatedDevice, WithoutFp8UnitsCallsRunInLowerPrecisionAndTheReportSa
                       w = torch::ones({8, 16}).to(GetParam());
   torchamp::CastRecorder recorder;
   {
-    const AutocastGuard guard(GetParam(),
-                              {.dtype = at::kHalf, .policy = Policy::standard().fp8(ops::dense)});
+    const AutocastGuard guard(
+        GetParam(), {.dtype = at::kHalf, .policy = torchamp::fp8(Policy::standard(), ops::dense)});
     EXPECT_EQ(torch::linear(x, w).scalar_type(), at::kHalf);
   }
   const auto total = recorder.report().total();
@@ -269,7 +273,7 @@ TEST_P(Fp8SimulatedDevice, WithoutFp8UnitsCallsRunInLowerPrecisionAndTheReportSa
   ASSERT_EQ(total.not_fp8.size(), 1u) << recorder.report();
   EXPECT_NE(total.not_fp8.begin()->first.find("compute capability"), std::string::npos);
 
-  const Policy strict = Policy::standard().fp8(ops::dense, {.strict = true});
+  const Policy strict = torchamp::fp8(Policy::standard(), ops::dense, {.strict = true});
   EXPECT_ERROR(const AutocastGuard made(GetParam(), {.dtype = at::kHalf, .policy = strict}),
                "AutocastGuard: the policy's fp8 rule is strict, and ");
   EXPECT_FALSE(at::autocast::is_autocast_enabled(GetParam()));

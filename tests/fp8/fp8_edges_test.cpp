@@ -10,8 +10,8 @@
 #include <vector>
 
 #include "support/expect_error.h"
-#include "torchamp/cast_recorder.h"
-#include "torchamp/fp8.h"
+#include "torchamp/labs/cast_recorder.h"
+#include "torchamp/labs/fp8.h"
 #include "torchamp/torchamp.h"
 
 namespace {
@@ -29,7 +29,8 @@ torchamp::AutocastOptions in_fp8(Fp8Recipe recipe = Fp8Recipe::tensorwise) {
   auto found = policies.find(recipe);
   if (found == policies.end()) {
     Policy policy = Policy::standard();
-    policy.fp8(torchamp::ops::dense, {.recipe = recipe, .stochastic_rounding = false});
+    policy = torchamp::fp8(policy, torchamp::ops::dense,
+                           {.recipe = recipe, .stochastic_rounding = false});
     found = policies.emplace(recipe, policy).first;
   }
   return {.policy = found->second};

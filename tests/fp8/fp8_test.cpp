@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/fp8.h"
+#include "torchamp/labs/fp8.h"
 #include "torchamp/policy_text.h"
 
 #include <gtest/gtest.h>
@@ -16,8 +16,8 @@
 #include "support/expect_error.h"
 #include "support/fp8_reference.h"
 #include "support/warnings.h"
-#include "torchamp/cast_recorder.h"
-#include "torchamp/module_policy.h"
+#include "torchamp/labs/cast_recorder.h"
+#include "torchamp/labs/module_policy.h"
 #include "torchamp/torchamp.h"
 
 namespace {
@@ -29,7 +29,7 @@ using torchamp::Policy;
 namespace ops = torchamp::ops;
 
 Policy fp8_policy() {
-  return Policy::standard().fp8(ops::dense);
+  return torchamp::fp8(Policy::standard(), ops::dense);
 }
 
 /// Within a step of bf16 of `expected`, in fp64, by the largest of its terms.
@@ -265,8 +265,8 @@ TEST(Fp8, DoesNothingInDisabledRegionsOrForOtherDtypes) {
 
 TEST(Fp8, OnlyWorthwhileSizesRunInFp8WhereThatIsAsked) {
   torchamp::CastRecorder recorder;
-  const AutocastGuard guard(
-      torch::kCPU, {.policy = Policy::standard().fp8(ops::dense, Fp8Options::worthwhile())});
+  const AutocastGuard guard(torch::kCPU, {.policy = torchamp::fp8(Policy::standard(), ops::dense,
+                                                                  Fp8Options::worthwhile())});
   const torch::Tensor small = torch::linear(torch::ones({2, 32}), torch::ones({1024, 32}));
   EXPECT_EQ(small.scalar_type(), torch::kBFloat16);
   (void)torch::linear(torch::ones({2, 24}), torch::ones({2048, 24}));
@@ -278,10 +278,10 @@ TEST(Fp8, OnlyWorthwhileSizesRunInFp8WhereThatIsAsked) {
 
 TEST(Fp8, RulesUnderConditionsHoldWhereTheConditionsDo) {
   torchamp::CastRecorder recorder;
-  const Policy policy =
-      Policy::standard().fp8(ops::dense, {}, {.predicate = [](const torchamp::OpCall& call) {
-                               return call.argument("self").toTensor().size(0) > 2;
-                             }});
+  const Policy policy = torchamp::fp8(Policy::standard(), ops::dense, {},
+                                      {.predicate = [](const torchamp::OpCall& call) {
+                                        return call.argument("self").toTensor().size(0) > 2;
+                                      }});
   const AutocastGuard guard(torch::kCPU, {.policy = policy});
   (void)torch::ones({2, 4}).mm(torch::ones({4, 4}));
   (void)torch::ones({3, 4}).mm(torch::ones({4, 4}));
@@ -293,10 +293,10 @@ TEST(Fp8, AnOpThatCannotIsAnErrorAndLeavesThePolicyAsItWas) {
   Policy policy = Policy::standard();
   const auto* const before = policy.data().get();
   for (const char* op : {"softmax", "bmm", "conv2d", "add", "mm.out", "_addmm_activation"}) {
-    EXPECT_ERROR(policy.fp8({"mm", op}),
-                 "Policy::fp8: '" + std::string(op) + "' cannot run in fp8");
+    EXPECT_ERROR((void)torchamp::fp8(policy, {"mm", op}),
+                 "torchamp::fp8: '" + std::string(op) + "' cannot run in fp8");
   }
-  EXPECT_ERROR(policy.fp8(ops::matmul), "Policy::fp8: 'bmm' cannot run in fp8");
+  EXPECT_ERROR((void)torchamp::fp8(policy, ops::matmul), "torchamp::fp8: 'bmm' cannot run in fp8");
   EXPECT_ERROR(policy.set(Cast::fp8, ops::conv),
                "cannot run in fp8: only linear, addmm, mm and matmul");
   EXPECT_EQ(policy.data().get(), before);
@@ -309,13 +309,14 @@ TEST(Fp8, AnOpThatCannotIsAnErrorAndLeavesThePolicyAsItWas) {
 
 TEST(Fp8, ARecipeThatThereIsNotIsAnError) {
   Policy policy = Policy::standard();
-  EXPECT_ERROR(policy.fp8(ops::dense, {.recipe = static_cast<torchamp::Fp8Recipe>(5)}),
-               "Policy::fp8: 5 is not a recipe of Fp8Recipe.");
+  EXPECT_ERROR(
+      (void)torchamp::fp8(policy, ops::dense, {.recipe = static_cast<torchamp::Fp8Recipe>(5)}),
+      "torchamp::fp8: 5 is not a recipe of Fp8Recipe.");
 }
 
 TEST(Fp8, IsPrintedWithItsOptions) {
   std::ostringstream out;
-  out << Policy::standard().fp8({"linear"}, {.strict = true}) << Cast::fp8;
+  out << torchamp::fp8(Policy::standard(), {"linear"}, {.strict = true}) << Cast::fp8;
   EXPECT_NE(out.str().find("  fp8(strict): linear\n"), std::string::npos) << out.str();
   EXPECT_NE(out.str().find("  fp8\n    linear\n"), std::string::npos) << out.str();
 }
@@ -323,7 +324,7 @@ TEST(Fp8, IsPrintedWithItsOptions) {
 TEST(Fp8, ARegionWithoutOneProductInFp8WarnsAndNamesWhatItCalled) {
   torch::nn::Linear model(4, 2);
   const torch::Tensor x = torch::ones({3, 4});
-  const Policy policy = Policy::standard().fp8(ops::linear);
+  const Policy policy = torchamp::fp8(Policy::standard(), ops::linear);
   const auto warning = [&](const std::function<void()>& body) {
     const CollectedWarnings warnings;
     {
@@ -366,10 +367,11 @@ TEST(Fp8, TheWarningOfARegionLeavesOutWhatModulesCallUnderTheirOwnPolicies) {
   torch::nn::Sequential model(
       torch::nn::Linear(4, 2),
       torch::nn::Functional([](const torch::Tensor& x) { return x.matmul(x.t()); }));
-  torchamp::ModulePolicies{{"1", Policy::standard().fp8(ops::linear)}}.apply_to(*model);
+  torchamp::ModulePolicies{{"1", torchamp::fp8(Policy::standard(), ops::linear)}}.apply_to(*model);
   const CollectedWarnings warnings;
   {
-    const AutocastGuard guard(torch::kCPU, {.policy = Policy::standard().fp8(ops::linear)});
+    const AutocastGuard guard(torch::kCPU,
+                              {.policy = torchamp::fp8(Policy::standard(), ops::linear)});
     (void)model->forward(torch::ones({3, 4}));
   }
   EXPECT_NE(warnings.text().find("Called instead: addmm."), std::string::npos) << warnings.text();

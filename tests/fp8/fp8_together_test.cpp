@@ -9,10 +9,10 @@
 
 #include "support/weight_counts.h"
 #include "torchamp/accumulate.h"
-#include "torchamp/cast_recorder.h"
-#include "torchamp/fp8.h"
+#include "torchamp/labs/cast_recorder.h"
+#include "torchamp/labs/fp8.h"
+#include "torchamp/labs/module_policy.h"
 #include "torchamp/master_weights.h"
-#include "torchamp/module_policy.h"
 #include "torchamp/recompute.h"
 #include "torchamp/torchamp.h"
 
@@ -25,7 +25,7 @@ using torchamp::Policy;
 namespace ops = torchamp::ops;
 
 Policy policy_of(Fp8Options options = {}) {
-  return Policy::standard().fp8(ops::dense, options);
+  return torchamp::fp8(Policy::standard(), ops::dense, options);
 }
 
 TEST(Fp8Weights, AreQuantizedOnceUntilTheOutermostGuardEnds) {

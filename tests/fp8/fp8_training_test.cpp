@@ -12,7 +12,7 @@
 #if __has_include(<gloo/rendezvous/store.h>)
 #include "support/launch.h"
 #include "torchamp/distributed/data_parallel.h"
-#include "torchamp/fp8.h"
+#include "torchamp/labs/fp8.h"
 #endif
 
 namespace {
@@ -33,8 +33,8 @@ torch::nn::Sequential fp8_net() {
 template <class Net>
 torch::Tensor fp8_loss(Net& net, Fp8Recipe recipe, const torch::Tensor& batch) {
   const Fp8Options options{.recipe = recipe, .stochastic_rounding = false};
-  const AutocastGuard guard(
-      torch::kCPU, {.policy = torchamp::Policy::standard().fp8(torchamp::ops::dense, options)});
+  const AutocastGuard guard(torch::kCPU, {.policy = torchamp::fp8(torchamp::Policy::standard(),
+                                                                  torchamp::ops::dense, options)});
   return net.forward(batch).pow(2).mean();
 }
 

@@ -40,8 +40,7 @@ void load(GradScaler& scaler, const std::string& bytes) {
   torch::load(scaler, in);
 }
 
-const GradScalerOptions kOptions{
-    .init_scale = 512., .growth_interval = 5, .hysteresis = 3, .overflow_tolerance = 0.25};
+const GradScalerOptions kOptions{.init_scale = 512., .growth_interval = 5, .hysteresis = 3};
 
 }  // namespace
 
@@ -50,8 +49,7 @@ TEST(GradScalerArchive, RestoresAllThatTheUpdateRemembers) {
     GradScaler first(kOptions);
     for (int i = 0; i < good; ++i) iterate_with(first, i == 2);
     iterate_with(first, true);
-    GradScaler second(
-        {.init_scale = 8., .growth_factor = 3., .hysteresis = 3, .overflow_tolerance = 0.25});
+    GradScaler second({.init_scale = 8., .growth_factor = 3., .hysteresis = 3});
     load(second, saved(first));
     EXPECT_EQ(second.state_dict(), first.state_dict());
     EXPECT_EQ(second.skips_in_a_row(), first.skips_in_a_row());
@@ -157,6 +155,56 @@ TEST(GradScalerArchive, RefusesAForeignOneAndChangesNothing) {
   EXPECT_NO_THROW(loads([&](auto& out) { all(out, 4., 1); })) << "the five fields are enough";
   EXPECT_EQ(scaler.get_scale(), 4.);
   EXPECT_EQ(scaler.get_growth_factor(), 3.);
+}
+
+/// The numbers of this version, and one more.
+TEST(GradScalerArchive, OfALaterVersionWithANumberMoreIsRefusedByASentenceThatSaysSo) {
+  const auto archive_with = [](const std::string& more, bool has_it) {
+    torch::serialize::OutputArchive out;
+    out.write("scale", c10::IValue(4.));
+    out.write("growth_factor", c10::IValue(2.));
+    out.write("backoff_factor", c10::IValue(0.5));
+    out.write("growth_interval", c10::IValue(7));
+    out.write("growth_tracker", c10::IValue(1));
+    out.write("torchamp_credit", c10::IValue(1));
+    out.write("torchamp_numbers", c10::IValue("torchamp_credit" + more));
+    if (has_it) out.write("torchamp_norm_mean", c10::IValue(1.5));
+    out.write("torchamp_checksum", c10::IValue(1));  // of all that it holds
+    std::ostringstream bytes;
+    out.save_to(bytes);
+    return bytes.str();
+  };
+  GradScaler scaler;
+  const GradScalerState before = scaler.state_dict();
+  EXPECT_ERROR(load(scaler, archive_with(" torchamp_norm_mean", true)),
+               "the archive was saved by a later version of torchamp, whose GradScaler also "
+               "remembers \"torchamp_norm_mean\". Load it with that version, or continue with a "
+               "new GradScaler({.init_scale = 4})");
+  EXPECT_ERROR(load(scaler, archive_with(" torchamp_norm_mean", false)), "the archive is damaged");
+  EXPECT_ERROR(load(scaler, archive_with("", true)), "the archive is damaged");
+  EXPECT_EQ(scaler.state_dict(), before);
+}
+
+/// As every version before the list of numbers has written it.
+TEST(GradScalerArchive, WithoutTheListOfItsNumbersIsLoaded) {
+  GradScaler source(kOptions);
+  for (const bool bad : {true, false, true}) iterate_with(source, bad);
+  torch::serialize::InputArchive in;
+  std::istringstream bytes(saved(source));
+  in.load_from(bytes);
+  torch::serialize::OutputArchive out;
+  for (const std::string& key : in.keys()) {
+    if (key == "torchamp_numbers") continue;
+    c10::IValue value;
+    in.read(key, value);
+    out.write(key, value);
+  }
+  std::ostringstream earlier;
+  out.save_to(earlier);
+  GradScaler scaler(kOptions);
+  load(scaler, earlier.str());
+  EXPECT_EQ(scaler.state_dict(), source.state_dict());
+  EXPECT_EQ(scaler.skips_in_a_row(), source.skips_in_a_row());
 }
 
 TEST(GradScalerArchive, MakesAnErrorOfAnyDamageOrIsLoadedAsItWas) {

@@ -51,8 +51,6 @@ TEST(GradScalerOptions, RefusesWhatIsOutOfRangeAndNamesIt) {
       {{.min_scale = 4., .max_scale = 2.}, "min_scale is 4 and max_scale 2"},
       {{.init_scale = 1., .min_scale = 2.}, "It lies between min_scale (2) and max_scale"},
       {{.hysteresis = 0}, "the hysteresis is 0"},
-      {{.overflow_tolerance = 1.5}, "overflow_tolerance is 1.5"},
-      {{.overflow_tolerance = nan}, "overflow_tolerance is nan"},
       {{.growth_tracker_start = 1}, "growth_tracker_start is 1"},
       {{.max_skips_in_a_row = -1}, "max_skips_in_a_row is -1"},
       {{.at_min_scale = AtLimit::call}, "AtLimit::call is chosen and on_limit is empty"},

@@ -35,7 +35,6 @@ using torchamp::AtLimit;
 using torchamp::GradScaler;
 using torchamp::GradScalerOptions;
 using torchamp::GradScalerState;
-using torchamp::HysteresisRefill;
 using torchamp::ScaleLimit;
 using torchamp::StepResult;
 
@@ -56,22 +55,16 @@ struct PlainState {
   void iterate(bool bad) {
     skips = bad ? skips + 1 : 0;
     if (!options.dynamic) return;
-    ++since_change;
     if (bad) {
-      ++overflows;
       tracker = options.growth_tracker_start;
       credit = std::max<int64_t>(credit - 1, 0);
-      const double rate = static_cast<double>(overflows) / static_cast<double>(since_change);
-      if (credit > 0 || rate < options.overflow_tolerance) return;
+      if (credit > 0) return;
       scale = std::max(scale * options.backoff_factor, options.min_scale);
-      since_change = overflows = 0;
-      if (options.hysteresis_refill == HysteresisRefill::good_or_backed_off) refill();
       return;
     }
-    if (options.hysteresis_refill != HysteresisRefill::growth) refill();
     if (++tracker < options.growth_interval) return;
     scale = std::min(scale * options.growth_factor, options.max_scale);
-    tracker = since_change = 0;
+    tracker = 0;
     refill();
   }
   void load(const GradScalerState& state) {
@@ -80,7 +73,7 @@ struct PlainState {
     options.backoff_factor = state.backoff_factor;
     options.growth_interval = state.growth_interval;
     tracker = std::min(state.growth_tracker, state.growth_interval - 1);
-    since_change = overflows = skips = 0;
+    skips = 0;
     refill();
   }
   void set_interval(int64_t interval) {
@@ -93,7 +86,7 @@ struct PlainState {
   double scale = options.init_scale;
   int64_t tracker = options.growth_tracker_start;
   int64_t credit = options.hysteresis;
-  int64_t since_change = 0, overflows = 0, skips = 0;
+  int64_t skips = 0;
 };
 
 struct KeptResult {
@@ -177,21 +170,12 @@ class Pair {
 std::vector<GradScalerOptions> all_options() {
   const GradScalerOptions limits{
       .init_scale = 1024., .growth_interval = 4, .min_scale = 4., .max_scale = 65536.};
-  std::vector<GradScalerOptions> all{
-      {.init_scale = 1024., .growth_interval = 3},
-      limits,
-      {.init_scale = 64., .growth_interval = 5, .hysteresis = 2},
-      {.init_scale = 64., .growth_interval = 5, .overflow_tolerance = 0.4},
-      {.init_scale = 64., .growth_interval = 4, .hysteresis = 3, .growth_tracker_start = -1},
-      {.init_scale = 64., .dynamic = false}};
-  for (const auto refill : {HysteresisRefill::good_step, HysteresisRefill::good_or_backed_off}) {
-    all.push_back({.init_scale = 64.,
-                   .growth_interval = 6,
-                   .hysteresis = 3,
-                   .hysteresis_refill = refill,
-                   .overflow_tolerance = 0.25});
-  }
-  return all;
+  return {{.init_scale = 1024., .growth_interval = 3},
+          limits,
+          {.init_scale = 64., .growth_interval = 5, .hysteresis = 2},
+          {.init_scale = 64., .growth_interval = 4, .hysteresis = 3, .growth_tracker_start = -1},
+          {.init_scale = 64., .growth_interval = 6, .hysteresis = 3},
+          {.init_scale = 64., .dynamic = false}};
 }
 
 }  // namespace
@@ -449,19 +433,6 @@ TEST_P(GradScalerOn, TakesTheNearestLimitForATensorThatIsNoScale) {
     EXPECT_EQ(scaler.get_scale(), expected) << given;
     EXPECT_EQ(scaler.scale(number(1)).item<double>(), expected) << given;
   }
-}
-
-TEST_P(GradScalerOn, GoesOnWithTheRateOfOverflowsThatAFileHolds) {
-  const GradScalerOptions tolerant{.init_scale = 64., .overflow_tolerance = 0.3};
-  auto optimizer = sgd({tensor({1}).requires_grad_()}, 0.);
-  GradScaler first(tolerant), second(tolerant);
-  for (int i = 0; i < 4; ++i) iterate(first, optimizer, 1);
-  start(second);
-  load_file(second, file_of(first));
-  iterate(second, optimizer, kInf);
-  EXPECT_EQ(second.get_scale(), 64.) << "one of five";
-  iterate(second, optimizer, kInf);
-  EXPECT_EQ(second.get_scale(), 32.) << "two of six";
 }
 
 TEST_P(GradScalerOn, HasItsOwnHysteresisWhereAFileHoldsMore) {

@@ -28,8 +28,9 @@ using Names = std::set<std::string>;
 // ---- Layers and topics --------------------------------------------------------------------------
 
 /// The folders of detail/core/, from the lowest layer up.
-constexpr std::string_view core_layers[] = {"base",      "runtime", "policy",      "autocast",
-                                            "gradients", "optim",   "check_order", "scaler"};
+constexpr std::string_view core_layers[] = {"base",   "runtime",     "products",
+                                            "policy", "autocast",    "gradients",
+                                            "optim",  "check_order", "scaler"};
 /// It includes all of the core and nothing above it.
 constexpr std::string_view whole_core = "torchamp.h";
 
@@ -41,6 +42,7 @@ struct PublicHeaders {
 };
 constexpr PublicHeaders public_headers[] = {
     {"version.h", "base"},
+    {"cpu_products.h", "products"},
     {"ops.h", "policy"},
     {"rule.h", "policy"},
     {"policy.h", "policy"},
@@ -56,29 +58,30 @@ constexpr PublicHeaders public_headers[] = {
     {"grad_scaler_options.h", "scaler"},
     // the extras
     {"accumulat", "accumulation"},
-    {"audit_row.h", "audit"},
-    {"precision_audit.h", "audit"},
     {"distributed/", "distributed"},
-    {"fp8", "fp8"},
     {"cuda_graph.h", "graph"},
     {"python_state.h", "io"},
     {"training_checkpoint.h", "io"},
     {"master_weights.h", "masters"},
     {"custom_function.h", "modules"},
-    {"module_policy.h", "modules"},
-    {"cast_recorder.h", "observe"},
     {"non_finite_op.h", "observe"},
     {"overflow_report.h", "observe"},
-    {"underflow_meter.h", "observe"},
     {"policy_text.h", "policy_text"},
-    {"policy_file.h", "policy_file"},
     {"recompute.h", "recompute"},
     {"training_", "training"},
     {"weight_cache.h", "weights"},
-    // topics of one file
     {"closure_step.h", "closure_step"},
     {"lr_scheduler.h", "lr_scheduler"},
     {"split_for_muon.h", "split_for_muon"},
+    // labs
+    {"labs/audit_row.h", "audit"},
+    {"labs/precision_audit.h", "audit"},
+    {"labs/fp8", "fp8"},
+    {"labs/module_policy.h", "modules"},
+    {"labs/cast_recorder.h", "observe"},
+    {"labs/underflow_meter.h", "observe"},
+    {"labs/policy_file.h", "policy_file"},
+    {"labs/weights_together.h", "weights"},
 };
 
 // ---- Reading ------------------------------------------------------------------------------------
@@ -140,7 +143,7 @@ Names brought_by(const std::string& header) {
 
 /// "policy" of "detail/core/policy/rules.h", and of "policy.h"; empty of an unknown public header.
 std::string topic_of(std::string_view header) {
-  for (const std::string_view folder : {"detail/core/", "detail/extras/"}) {
+  for (const std::string_view folder : {"detail/core/", "detail/extras/", "labs/detail/"}) {
     if (!header.starts_with(folder)) continue;
     const std::string_view rest = header.substr(folder.size());
     return std::string(rest.substr(0, rest.find('/')));
@@ -161,6 +164,10 @@ std::size_t layer_of(std::string_view header) {
 
 bool is_core(std::string_view header) {
   return header == whole_core || layer_of(header) < std::size(core_layers);
+}
+
+bool is_labs(std::string_view header) {
+  return header.starts_with("labs/");
 }
 
 /// Whether the header includes several topics, and so belongs to none.
@@ -247,6 +254,28 @@ TEST(House, NoHeaderOfTheCoreIncludesAHigherLayer) {
     }
   }
   EXPECT_THAT(upward, testing::IsEmpty());
+}
+
+TEST(House, NoHeaderOutsideLabsIncludesLabs) {
+  Names outside;
+  for (const auto& [name, text] : headers()) {
+    if (is_labs(name)) continue;
+    for (const std::string& included : includes_of(name)) {
+      if (is_labs(included)) outside.insert(name + " -> " + included);
+    }
+  }
+  EXPECT_THAT(outside, testing::IsEmpty());
+}
+
+TEST(House, EveryPublicHeaderSaysItsTierFirst) {
+  for (const auto& [name, text] : headers()) {
+    if (name.find("detail/") != name.npos) continue;
+    const std::string tier = is_labs(name)                        ? "Labs"
+                             : is_core(name) || is_umbrella(name) ? "Core"
+                                                                  : "Extra";
+    const Names briefs = matches(text, R"(^/// @brief (\w+)\. )");
+    EXPECT_THAT(briefs, testing::ElementsAre(tier)) << name;
+  }
 }
 
 TEST(House, NoTwoTopicsIncludeOrDeclareWhatIsInEachOther) {

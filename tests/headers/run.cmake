@@ -20,10 +20,11 @@ foreach(header IN LISTS HEADERS)
   endif()
 endforeach()
 
-file(GLOB public RELATIVE ${SOURCE}/include ${SOURCE}/include/torchamp/*.h ${SOURCE}/include/torchamp/distributed/*.h)
+file(GLOB public RELATIVE ${SOURCE}/include ${SOURCE}/include/torchamp/*.h ${SOURCE}/include/torchamp/distributed/*.h
+     ${SOURCE}/include/torchamp/labs/*.h)
 # Not the code itself, what needs more than LibTorch, nor what registers itself and those that bring it.
 list(FILTER public EXCLUDE REGEX
-     "/(compiled|fp8|nccl|policy_file|policy_text|precision_audit|process_group|weight_cache)[.]h$")
+     "/(compiled|fp8|nccl|policy_file|policy_text|precision_audit|process_group|weight_cache|weights_together)[.]h$")
 list(TRANSFORM public REPLACE "(.+)" "#include <\\1>\n")
 list(JOIN public "" includes)
 file(WRITE ${BUILD}/unused.cpp "${includes}")

@@ -27,11 +27,9 @@ using ::testing::Not;
 const std::map<std::string, std::set<std::string>, std::less<>> layers{
     {"detail/core/base/system.h", {"dlfcn.h", "getenv", "dladdr", "dlopen"}},
     {"detail/extras/distributed/loopback.h", {"netinet/", "sys/", "unistd.h", "sigaction"}},
-    {"detail/extras/fp8/lanes.h", {"__attribute__", "__builtin_"}},
+    {"labs/detail/fp8/lanes.h", {"__attribute__", "__builtin_"}},
     {"detail/extras/io/open_file.h",
      {"fcntl.h", "sys/", "unistd.h", "pread", "fsync", "flock", "fchmod", "fchown"}},
-    {"detail/extras/shared/cpu_units.h", {"sys/", "getauxval"}},
-    {"version.h", {"gnu::"}},
 };
 
 struct Rule {

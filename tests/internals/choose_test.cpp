@@ -1,10 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What an audit chooses of measurements that are given, why, and what processes agree on.
-#include <torchamp/detail/extras/audit/choose.h>
+#include <torchamp/labs/detail/audit/choose.h>
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
-#include <torchamp/precision_audit.h>
+#include <torchamp/labs/precision_audit.h>
 
 #include <algorithm>
 #include <cmath>

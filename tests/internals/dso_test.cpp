@@ -4,6 +4,7 @@
 // Note [One runtime per process] and .github/CONTRIBUTING.md, Two versions in one process.
 #include <ATen/ATen.h>
 #include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/Exception.h>
 #include <dlfcn.h>
 #include <gmock/gmock.h>
@@ -19,6 +20,7 @@
 #include "internals/dso/plugin.h"
 #include "torchamp/autocast.h"
 #include "torchamp/autocast_state.h"
+#include "torchamp/cpu_products.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/detail/extras/weights/derived.h"
@@ -145,6 +147,18 @@ TEST_F(SharedLibraries, ShareOnePolicyAndSurviveUnloading) {
       expect_a_working_process_after_unloading(path);
     }
   }
+}
+
+TEST_F(SharedLibraries, RegisterOneKernelForAProductOnACpu) {
+  if (first_user() == "dso_plugin_other_layout") GTEST_SKIP() << "the host cannot make a guard";
+  torchamp::set_cpu_products(torchamp::CpuProducts::fp32);
+  for (const std::string& path : {same_version, other_version}) {
+    const LoadedPlugin plugin(path);
+    EXPECT_EQ(plugin->error_of_a_guard(), "");
+    const AutocastGuard guard(at::kCPU);
+  }
+  EXPECT_EQ(kernels("aten::mm", "out"), 1);
+  torchamp::set_cpu_products(torchamp::CpuProducts::fastest);
 }
 
 TEST_F(SharedLibraries, HearOfEachOthersSteps) {

@@ -16,7 +16,7 @@
 #include "cuda_on_host/stand_in.h"
 #include "support/contributors_page.h"
 #include "torchamp/detail/extras/observe/observer.h"
-#include "torchamp/fp8.h"
+#include "torchamp/labs/fp8.h"
 #include "torchamp/torchamp.h"
 
 namespace {
@@ -150,8 +150,8 @@ INSTANTIATE_TEST_SUITE_P(
 struct Layer {
   explicit Layer(const Fp8Row& row)
       : w(at::randn({side, side}, at::kCUDA).to(row.weights).requires_grad_()),
-        policy(torchamp::Policy::standard().fp8(torchamp::ops::dense,
-                                                {.recipe = row.recipe, .strict = true})) {
+        policy(torchamp::fp8(torchamp::Policy::standard(), torchamp::ops::dense,
+                             {.recipe = row.recipe, .strict = true})) {
     const torchamp::AutocastGuard warm_up = guard();
     (void)torch::linear(x, w);
   }

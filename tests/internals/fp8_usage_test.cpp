@@ -5,7 +5,7 @@
 #include <string>
 
 #include "support/warnings.h"
-#include "torchamp/detail/extras/fp8/run.h"
+#include "torchamp/labs/detail/fp8/run.h"
 
 namespace {
 

@@ -5,7 +5,7 @@
 
 #include <cmath>
 
-#include "torchamp/detail/extras/audit/session.h"
+#include "torchamp/labs/detail/audit/session.h"
 
 namespace {
 

@@ -21,8 +21,8 @@
 #include "support/expect_error.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
-#include "torchamp/cast_recorder.h"
 #include "torchamp/detail/core/autocast/policy_scope.h"
+#include "torchamp/labs/cast_recorder.h"
 
 namespace {
 
@@ -186,19 +186,14 @@ void expect_equal(const std::vector<at::Tensor>& some, const std::vector<at::Ten
 
 class RecurrentLayersOnACpu : public ::testing::TestWithParam<at::ScalarType> {
  protected:
-  /// Null where LibTorch's autocast cannot run an LSTM in the dtype here.
-  std::optional<std::vector<at::Tensor>> libtorchs() const {
-    try {
-      return lstm_and_gradients(at::kFloat, [&] { return RawAutocast(GetParam()); });
-    } catch (const std::exception& error) {
-      EXPECT_THAT(error.what(), ::testing::ContainsRegex("primitive descriptor for (the|an) LSTM"));
-      return std::nullopt;
-    }
+  /// The result under LibTorch's own autocast.
+  std::vector<at::Tensor> libtorchs() const {
+    return lstm_and_gradients(at::kFloat, [&] { return RawAutocast(GetParam()); });
   }
 
   /// The result under a guard.
-  std::vector<at::Tensor> under(const Policy& policy, at::ScalarType input = at::kFloat) const {
-    return lstm_and_gradients(input, [&] { return HeldGuard(policy, GetParam()); });
+  std::vector<at::Tensor> under(const Policy& policy) const {
+    return lstm_and_gradients(at::kFloat, [&] { return HeldGuard(policy, GetParam()); });
   }
 
  private:
@@ -211,43 +206,28 @@ class RecurrentLayersOnACpu : public ::testing::TestWithParam<at::ScalarType> {
 INSTANTIATE_TEST_SUITE_P(Dtypes, RecurrentLayersOnACpu, ::testing::Values(at::kBFloat16, at::kHalf),
                          [](const auto& dtype) { return std::string(c10::toString(dtype.param)); });
 
-TEST_P(RecurrentLayersOnACpu, RunAsLibTorchRunsThemAndInFp32WhereItCannot) {
-  const auto in_fp32 = [](auto input) { return lstm_and_gradients(input, [] { return 0; }); };
+TEST_P(RecurrentLayersOnACpu, RunIn16BitsAsUnderLibTorchsAutocast) {
+  const auto standard = under(Policy::standard());  // also decides how this CPU computes
+  EXPECT_EQ(standard[0].scalar_type(), GetParam());
   const auto expected = libtorchs();
-  expect_equal(under(Policy::standard()), expected ? *expected : in_fp32(at::kFloat));
-  if (expected) return;
-  const auto narrow = under(Policy::standard(), GetParam());
-  EXPECT_EQ(narrow[0].scalar_type(), at::kFloat);
-  EXPECT_EQ(narrow[1].scalar_type(), GetParam()) << "the gradient of the input";
+  expect_equal(standard, expected);
+  expect_equal(under(Policy::torch()), expected);
+  expect_equal(under(Policy::standard().native(torchamp::ops::recurrent)), expected);
 }
 
-TEST_P(RecurrentLayersOnACpu, AreToldByEffectAndLookupAndTheirCallsFollow) {
-  const bool lacking = !libtorchs();
+TEST_P(RecurrentLayersOnACpu, AreUnchangedByThemselves) {
   for (const char* const op : {"lstm", "gru", "rnn_tanh", "rnn_relu"}) {
     for (const char* const overload : {"", ".input", ".data"}) {
       const std::string name = std::string(op) + overload;
       const AutocastGuard guard(at::kCPU, GetParam());
-      const Cast expected = lacking ? Cast::fp32 : Cast::unchanged;
-      EXPECT_EQ(Policy::standard().effect(name, at::kCPU), expected) << name;
-      EXPECT_EQ(Policy::standard().lookup(name, at::kCPU), expected) << name;
-      EXPECT_EQ(Policy::torch().effect(name, at::kCPU), Cast::unchanged) << name;
+      for (const Policy& policy : {Policy::standard(), Policy::torch()}) {
+        EXPECT_EQ(policy.effect(name, at::kCPU), Cast::unchanged) << name;
+      }
     }
   }
-  EXPECT_EQ(Policy::standard().native("lstm").effect("lstm", at::kCPU), Cast::unchanged);
-  const CollectedWarnings warnings;
-  (void)under(Policy::standard());
-  EXPECT_EQ(warnings.text().find("this CPU has no LSTM in") != std::string::npos, lacking);
 }
 
-TEST_P(RecurrentLayersOnACpu, StayLibTorchsUnderItsOwnPolicyAndAreAsEdited) {
-  const auto expected = libtorchs();
-  if (expected) {
-    expect_equal(under(Policy::torch()), *expected);
-    expect_equal(under(Policy::standard().native(torchamp::ops::recurrent)), *expected);
-  } else {
-    EXPECT_ANY_THROW((void)under(Policy::torch()));
-    EXPECT_ANY_THROW((void)under(Policy::standard().native(torchamp::ops::recurrent)));
-  }
+TEST_P(RecurrentLayersOnACpu, AreAsEdited) {
   const auto wide = under(Policy::standard().fp32(torchamp::ops::recurrent));
   expect_equal(wide, lstm_and_gradients(at::kFloat, [] { return 0; }));
   const auto low = under(Policy::standard().lower_precision(torchamp::ops::recurrent));
@@ -258,11 +238,10 @@ TEST_P(RecurrentLayersOnACpu, AreLibTorchsWhileOneDnnIsOff) {
   auto& context = at::globalContext();
   const bool before = context.userEnabledMkldnn();
   context.setUserEnabledMkldnn(false);
-  const auto expected = libtorchs();
   const auto standard = under(Policy::standard());
+  const auto expected = libtorchs();
   context.setUserEnabledMkldnn(before);
-  ASSERT_TRUE(expected);
-  expect_equal(standard, *expected);
+  expect_equal(standard, expected);
 }
 
 TEST(SimulatedRecurrentLayers, CastInputHiddenStateAndWeightsAndShowTheirCellsNoAutocast) {

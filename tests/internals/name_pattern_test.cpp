@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/detail/extras/policy_text/name_pattern.h"
+#include "torchamp/labs/detail/modules/name_pattern.h"
 
 #include <gtest/gtest.h>
 

@@ -15,7 +15,7 @@
 #include "support/expect_error.h"
 #include "torchamp/detail/core/policy/op_lists.h"
 #include "torchamp/detail/core/policy/schema.h"
-#include "torchamp/fp8.h"
+#include "torchamp/labs/fp8.h"
 #include "torchamp/policy.h"
 #include "torchamp/policy_text.h"
 

@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "support/fp8_reference.h"
-#include "torchamp/detail/extras/fp8/formats.h"
+#include "torchamp/labs/detail/fp8/formats.h"
 
 namespace {
 

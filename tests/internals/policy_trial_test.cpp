@@ -11,7 +11,7 @@
 #include "torchamp/autocast.h"
 #include "torchamp/detail/core/autocast/policy_scope.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
-#include "torchamp/module_policy.h"
+#include "torchamp/labs/module_policy.h"
 
 namespace {
 

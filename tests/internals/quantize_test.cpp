@@ -10,8 +10,8 @@
 
 #include "support/devices.h"
 #include "support/fp8_reference.h"
-#include "torchamp/detail/extras/fp8/formats.h"
-#include "torchamp/detail/extras/fp8/quantize.h"
+#include "torchamp/labs/detail/fp8/formats.h"
+#include "torchamp/labs/detail/fp8/quantize.h"
 
 namespace {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/detail/extras/fp8/quantize.h"
+#include "torchamp/labs/detail/fp8/quantize.h"
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "support/fp8_reference.h"
-#include "torchamp/detail/extras/fp8/formats.h"
-#include "torchamp/detail/extras/fp8/function.h"
-#include "torchamp/fp8.h"
+#include "torchamp/labs/detail/fp8/formats.h"
+#include "torchamp/labs/detail/fp8/function.h"
+#include "torchamp/labs/fp8.h"
 #include "torchamp/torchamp.h"
 
 namespace {
@@ -124,7 +124,7 @@ TEST(Fp8Recipes, LayersAreThoseOfASlowReference) {
       {
         const Fp8Options options{.recipe = recipe, .stochastic_rounding = false};
         const AutocastGuard guard(
-            at::kCPU, {.policy = Policy::standard().fp8(torchamp::ops::dense, options)});
+            at::kCPU, {.policy = torchamp::fp8(Policy::standard(), torchamp::ops::dense, options)});
         y = torch::linear(x, w);
       }
       y.backward(g);
@@ -154,7 +154,8 @@ TEST(Fp8Recipes, ProductsOfSmallIntegersAreExactWhereTheFormatHoldsThem) {
     const torch::Tensor w = torch::randint(-1, 2, {9, 40}).to(at::kFloat).requires_grad_();
     const torch::Tensor g = torch::randint(-1, 2, {17, 9}).to(at::kBFloat16);
     const AutocastGuard guard(
-        at::kCPU, {.policy = Policy::standard().fp8(torchamp::ops::dense, {.recipe = recipe})});
+        at::kCPU,
+        {.policy = torchamp::fp8(Policy::standard(), torchamp::ops::dense, {.recipe = recipe})});
     const torch::Tensor y = torch::linear(x, w);
     y.backward(g);
     if (recipe == Fp8Recipe::nvfp4) continue;  // 1 is 6 times a rounded sixth there
@@ -172,7 +173,8 @@ TEST(Fp8Recipes, AnInfOrNanIsNeverHidden) {
       x[1][33] = bad;
       const torch::Tensor w = torch::ones({2, 40}).requires_grad_();
       const AutocastGuard guard(
-          at::kCPU, {.policy = Policy::standard().fp8(torchamp::ops::dense, {.recipe = recipe})});
+          at::kCPU,
+          {.policy = torchamp::fp8(Policy::standard(), torchamp::ops::dense, {.recipe = recipe})});
       const torch::Tensor y = torch::linear(x, w);
       EXPECT_TRUE(y[1].isnan().all().item<bool>()) << static_cast<int>(recipe);
       const bool one_scale = recipe == Fp8Recipe::tensorwise || recipe == Fp8Recipe::nvfp4;
@@ -187,7 +189,8 @@ TEST(Fp8Recipes, AnInfOrNanIsNeverHidden) {
 TEST(Fp8Recipes, EmptyMatricesGiveZeros) {
   for (const Fp8Recipe recipe : recipes) {
     const AutocastGuard guard(
-        at::kCPU, {.policy = Policy::standard().fp8(torchamp::ops::dense, {.recipe = recipe})});
+        at::kCPU,
+        {.policy = torchamp::fp8(Policy::standard(), torchamp::ops::dense, {.recipe = recipe})});
     for (const auto& shape : {std::vector<int64_t>{0, 4, 3}, {2, 0, 3}, {2, 4, 0}}) {
       const torch::Tensor x = torch::ones({shape[0], shape[1]}).requires_grad_();
       const torch::Tensor w = torch::ones({shape[2], shape[1]}).requires_grad_();
@@ -206,7 +209,8 @@ TEST(Fp8Recipes, ALossScaledByAPowerOfTwoHasGradientsScaledByIt) {
       const torch::Tensor x = torch::randn({8, 40}), w = torch::randn({6, 40}).requires_grad_();
       const torch::Tensor g = torch::randn({8, 6}).to(at::kBFloat16);
       const AutocastGuard guard(
-          at::kCPU, {.policy = Policy::standard().fp8(torchamp::ops::dense, {.recipe = recipe})});
+          at::kCPU,
+          {.policy = torchamp::fp8(Policy::standard(), torchamp::ops::dense, {.recipe = recipe})});
       torch::linear(x, w).backward(g * scale);
       gradients.push_back(w.grad() / scale);
     }
@@ -461,7 +465,8 @@ TEST(Fp8Recipes, EachTrains) {
                                 torch::nn::Linear(48, 4));
     torch::optim::SGD optimizer(model->parameters(), 0.1);
     const torch::Tensor x = torch::randn({64, 16}), target = x.narrow(1, 0, 4).sin();
-    const Policy policy = Policy::standard().fp8(torchamp::ops::dense, {.recipe = recipe});
+    const Policy policy =
+        torchamp::fp8(Policy::standard(), torchamp::ops::dense, {.recipe = recipe});
     double first = 0, last = 0;
     for (int step = 0; step < 25; ++step) {
       optimizer.zero_grad();

@@ -9,8 +9,8 @@
 #include <vector>
 
 #include "support/numbers.h"
-#include "torchamp/detail/extras/fp8/function.h"
-#include "torchamp/detail/extras/fp8/quantize.h"
+#include "torchamp/labs/detail/fp8/function.h"
+#include "torchamp/labs/detail/fp8/quantize.h"
 
 namespace {
 

@@ -17,7 +17,6 @@
 
 using torchamp::AtLimit;
 using torchamp::GradScalerOptions;
-using torchamp::HysteresisRefill;
 using torchamp::detail::after_update;
 using torchamp::detail::LossScale;
 using torchamp::detail::ScaleLimits;
@@ -87,82 +86,42 @@ struct DeepSpeed : Published {
       }
       last_bad = iteration;
     } else {
-      if (consecutive) hysteresis_left = 2;
       const int stable = iteration - last_bad - 1;
       if (stable > 0 && stable % window == 0) {
-        if (!consecutive) hysteresis_left = 2;
+        hysteresis_left = 2;
         scale *= 2;
       }
     }
     ++iteration;
   }
-  explicit DeepSpeed(int scale_window, bool consecutive_hysteresis = false)
-      : Published(65536.), window(scale_window), consecutive(consecutive_hysteresis) {}
+  explicit DeepSpeed(int scale_window) : Published(65536.), window(scale_window) {}
   int window;
-  bool consecutive;
   int iteration = 0;
   int last_bad = -1;
   int hysteresis_left = 2;
 };
 
-/// fairseq/optim/dynamic_loss_scaler.py, DynamicLossScaler.
+/// fairseq/optim/dynamic_loss_scaler.py, DynamicLossScaler, without a tolerance.
 struct Fairseq : Published {
   void iterate(bool bad) override {
     refused = false;
     if (!bad) {
-      if ((iteration - last_bad) % window == 0) {
-        scale *= 2;
-        last_change = iteration;
-      }
+      if ((iteration - last_bad) % window == 0) scale *= 2;
       ++iteration;
       return;
     }
-    const double rate = (overflows + 1.) / (iteration - last_change);
-    const bool lowers = rate >= tolerance;
-    if (lowers && scale / 2 <= 1e-4) {
+    if (scale / 2 <= 1e-4) {
       refused = true;
       return;
     }
     last_bad = iteration;
-    ++overflows;
-    if (lowers) {
-      scale /= 2;
-      last_change = iteration;
-      overflows = 0;
-    }
+    scale /= 2;
     ++iteration;
   }
-  explicit Fairseq(int scale_window, double scale_tolerance = 0.)
-      : Published(32768.), window(scale_window), tolerance(scale_tolerance) {}
+  explicit Fairseq(int scale_window) : Published(32768.), window(scale_window) {}
   int window;
-  double tolerance;
   int iteration = 0;
   int last_bad = -1;
-  int last_change = -1;
-  int overflows = 0;
-};
-
-/// paddle.amp.GradScaler: bad iterations in a row, counted anew after each that lowers the scale.
-struct Paddle : Published {
-  void iterate(bool bad) override {
-    if (bad) {
-      good = 0;
-      if (++bad_in_a_row == 2) {
-        scale = std::max(scale * 0.5, 1.);
-        bad_in_a_row = 0;
-      }
-    } else {
-      bad_in_a_row = 0;
-      if (++good == interval) {
-        scale *= 2;
-        good = 0;
-      }
-    }
-  }
-  explicit Paddle(int growth_interval) : Published(65536.), interval(growth_interval) {}
-  int interval;
-  int good = 0;
-  int bad_in_a_row = 0;
 };
 
 GradScalerOptions with_interval(GradScalerOptions options, int64_t interval) {
@@ -186,18 +145,7 @@ std::vector<Case> cases() {
     add("torch", GradScalerOptions::torch(), std::make_unique<Torch>(interval));
     add("megatron", GradScalerOptions::megatron(), std::make_unique<Megatron>(interval));
     add("deepspeed", GradScalerOptions::deepspeed(), std::make_unique<DeepSpeed>(interval));
-    auto consecutive = GradScalerOptions::deepspeed();
-    consecutive.hysteresis_refill = HysteresisRefill::good_step;
-    add("deepspeed consecutive", consecutive, std::make_unique<DeepSpeed>(interval, true));
     add("fairseq", GradScalerOptions::fairseq(), std::make_unique<Fairseq>(interval));
-    auto tolerant = GradScalerOptions::fairseq();
-    tolerant.overflow_tolerance = 0.3;
-    add("fairseq tolerant", tolerant, std::make_unique<Fairseq>(interval, 0.3));
-    add("paddle",
-        {.min_scale = 1.,
-         .hysteresis = 2,
-         .hysteresis_refill = HysteresisRefill::good_or_backed_off},
-        std::make_unique<Paddle>(interval));
   }
   return all;
 }
@@ -209,7 +157,6 @@ TEST(ScaleUpdate, IsTheKernelsOnlyWhereNoOptionSaysMore) {
   EXPECT_TRUE(is_torch_update({}));
   EXPECT_FALSE(is_torch_update({.dynamic = false}));
   EXPECT_FALSE(is_torch_update({.hysteresis = 2}));
-  EXPECT_FALSE(is_torch_update({.overflow_tolerance = 0.1}));
   EXPECT_FALSE(is_torch_update({.growth_tracker_start = -1}));
 }
 
@@ -275,14 +222,6 @@ TEST(ScaleUpdate, FollowsTheTablesOfThePresets) {
        "....x...xx....",
        {16, 16, 16, 17, 17, 17, 17, 17, 16, 15, 15, 15, 15, 16}},
       {"fairseq", GradScalerOptions::fairseq(), "x.x...", {14, 14, 13, 13, 13, 14}},
-      {"fairseq with a tolerance of a third",
-       [] {
-         auto options = GradScalerOptions::fairseq();
-         options.overflow_tolerance = 1. / 3.;
-         return options;
-       }(),
-       ".....x..x.x",
-       {15, 15, 16, 16, 16, 15, 15, 15, 14, 14, 13}},
   };
   for (Row row : table) {
     SCOPED_TRACE(row.name);
@@ -311,8 +250,6 @@ TEST(ScaleUpdate, DoesTheSameOnADeviceAsOnTheHost) {
                               .max_scale = one_of(0x1p127, 1e5)};
     if (trial % 2 == 1) {
       options.hysteresis = static_cast<int64_t>(one_of(1, 2, 3, 70));
-      options.hysteresis_refill = static_cast<HysteresisRefill>(random() % 3);
-      options.overflow_tolerance = one_of(0, 0.3, 1);
       options.growth_tracker_start = static_cast<int64_t>(one_of(0, -1));
     }
     SCOPED_TRACE(c10::str("trial ", trial));
@@ -331,9 +268,6 @@ TEST(ScaleUpdate, DoesTheSameOnADeviceAsOnTheHost) {
       ASSERT_EQ(read.growth_tracker, host.growth_tracker);
       if (torchamp::detail::is_torch_update(options)) continue;
       ASSERT_EQ(read.credit, host.credit);
-      if (options.overflow_tolerance == 0.) continue;
-      ASSERT_EQ(read.since_change, host.since_change);
-      ASSERT_EQ(read.overflows, host.overflows);
     }
     EXPECT_EQ(device.inverse(at::kCPU).item<float>(), static_cast<float>(1. / host.scale));
   }
@@ -341,34 +275,28 @@ TEST(ScaleUpdate, DoesTheSameOnADeviceAsOnTheHost) {
 
 TEST(ScaleUpdate, GoesOnOnADeviceFromWhatAFileAndANewIntervalHaveSet) {
   std::mt19937 random(9);
-  for (const auto refill : {HysteresisRefill::growth, HysteresisRefill::good_step,
-                            HysteresisRefill::good_or_backed_off}) {
-    GradScalerOptions options{.growth_interval = 7,
-                              .min_scale = 1.,
-                              .hysteresis = 3,
-                              .hysteresis_refill = refill,
-                              .growth_tracker_start = -1};
-    LossScale device(options);
-    device.create(at::kCPU);
-    device.leave_host();
-    ScaleMemory<double> host = torchamp::detail::initial_memory(options);
-    for (int round = 0; round < 6; ++round) {
-      host.scale = 1024.;
-      host.credit = round % 4;
-      host.growth_tracker = round % 3;
-      device.set(host);
-      options.growth_interval = 4 + round % 2;
-      device.set_growth_interval(options.growth_interval);
-      host.growth_tracker =
-          std::min(host.growth_tracker, static_cast<double>(options.growth_interval - 1));
-      for (const bool bad : random_iterations(random(), 30)) {
-        host = after_update(options, host, bad);
-        device.advance(torch::full({}, bad ? 1.F : 0.F));
-        const ScaleMemory<double> read = device.read();
-        ASSERT_EQ(read.scale, host.scale);
-        ASSERT_EQ(read.credit, host.credit);
-        ASSERT_EQ(read.growth_tracker, host.growth_tracker);
-      }
+  GradScalerOptions options{
+      .growth_interval = 7, .min_scale = 1., .hysteresis = 3, .growth_tracker_start = -1};
+  LossScale device(options);
+  device.create(at::kCPU);
+  device.leave_host();
+  ScaleMemory<double> host = torchamp::detail::initial_memory(options);
+  for (int round = 0; round < 6; ++round) {
+    host.scale = 1024.;
+    host.credit = round % 4;
+    host.growth_tracker = round % 3;
+    device.set(host);
+    options.growth_interval = 4 + round % 2;
+    device.set_growth_interval(options.growth_interval);
+    host.growth_tracker =
+        std::min(host.growth_tracker, static_cast<double>(options.growth_interval - 1));
+    for (const bool bad : random_iterations(random(), 30)) {
+      host = after_update(options, host, bad);
+      device.advance(torch::full({}, bad ? 1.F : 0.F));
+      const ScaleMemory<double> read = device.read();
+      ASSERT_EQ(read.scale, host.scale);
+      ASSERT_EQ(read.credit, host.credit);
+      ASSERT_EQ(read.growth_tracker, host.growth_tracker);
     }
   }
 }

@@ -20,7 +20,7 @@
 #include "torchamp/autocast.h"
 #include "torchamp/detail/core/policy/op_lists.h"
 #include "torchamp/detail/core/policy/schema.h"
-#include "torchamp/fp8.h"
+#include "torchamp/labs/fp8.h"
 
 namespace {
 
@@ -199,13 +199,15 @@ TEST(Table, ARowOfFp32GivesNo16BitResultAndALowerOneNoWiderResult) {
         const auto rule = Rule::of(section, "cpu", op);
         if (!rule || op_case.text.find("dtype=") != std::string::npos) return;
         for (const Variant& variant : variants(op_case, at::kCPU)) {
-          for (const c10::IValue& value : under_standard(op_case, op, variant).values) {
+          const Outcome outcome = under_standard(op_case, op, variant);
+          for (const c10::IValue& value : outcome.values) {
             if (!value.isTensor() || !eligible(value.toTensor())) continue;
             const at::ScalarType dtype = value.toTensor().scalar_type();
             if (rule->effect == Cast::fp32) {
               EXPECT_EQ(dtype, at::kFloat) << op_case.text << "\n  " << label(op_case, variant);
             }
-            if (rule->effect == Cast::lower_precision) {
+            // Further results of attention are sums in fp32.
+            if (rule->effect == Cast::lower_precision && &value == &outcome.values.front()) {
               EXPECT_EQ(dtype, variant.region) << op_case.text << "\n  " << label(op_case, variant);
             }
           }
@@ -224,6 +226,7 @@ TEST(Table, PyTorchsOwnCasesForCudaHoldOnACpu) {
       if (!op || (op_case.op == "rms_norm" && !is_listed(*op))) continue;
       // Cast in scripts alone: see Note [Compiled code].
       if (op_case.op == "convolution" || op_case.op == "_convolution") continue;
+      if (op_case.op == "addbmm") continue;  // in fp32: see Note [Sums in 16 bits]
       for (const Variant& variant : variants(op_case, at::kCPU)) {
         const at::ScalarType expected = variant.dtype(expects);
         const Outcome outcome = under_standard(op_case, *op, variant);

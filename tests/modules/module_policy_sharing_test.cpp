@@ -16,8 +16,8 @@
 #include "support/expect_error.h"
 #include "support/policies.h"
 #include "torchamp/autocast.h"
-#include "torchamp/fp8.h"
-#include "torchamp/module_policy.h"
+#include "torchamp/labs/fp8.h"
+#include "torchamp/labs/module_policy.h"
 
 namespace {
 
@@ -105,10 +105,10 @@ TEST(ModulePolicies, AreDifferentIfAnyPartOfThemIs) {
   EXPECT_FALSE(may_meet(base, relu_in_fp32().fp32({"tanh"})));
   EXPECT_FALSE(may_meet(Policy::standard().fp32(torchamp::ops::softmax),
                         Policy::standard().fp32(torchamp::ops::loss)));
-  const Policy fp8 = Policy::standard().fp8(torchamp::ops::dense);
-  EXPECT_TRUE(may_meet(fp8, Policy::standard().fp8(torchamp::ops::dense)));
-  EXPECT_FALSE(may_meet(
-      fp8, Policy::standard().fp8(torchamp::ops::dense, {.recipe = torchamp::Fp8Recipe::rowwise})));
+  const Policy fp8 = torchamp::fp8(Policy::standard(), torchamp::ops::dense);
+  EXPECT_TRUE(may_meet(fp8, torchamp::fp8(Policy::standard(), torchamp::ops::dense)));
+  EXPECT_FALSE(may_meet(fp8, torchamp::fp8(Policy::standard(), torchamp::ops::dense,
+                                           {.recipe = torchamp::Fp8Recipe::rowwise})));
   EXPECT_FALSE(may_meet(fp8, Policy::standard().fp32(torchamp::ops::dense)));
 }
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-#include "torchamp/module_policy.h"
+#include "torchamp/labs/module_policy.h"
 
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
@@ -29,7 +29,7 @@
 #include "support/thread_state.h"
 #include "support/tolerances.h"
 #include "torchamp/autocast.h"
-#include "torchamp/policy_file.h"
+#include "torchamp/labs/policy_file.h"
 
 namespace {
 

@@ -12,7 +12,7 @@
 
 #include "support/thread_state.h"
 #include "torchamp/autocast.h"
-#include "torchamp/cast_recorder.h"
+#include "torchamp/labs/cast_recorder.h"
 #include "torchamp/policy_text.h"
 
 namespace {

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "torchamp/labs/fp8.h"
 #include "torchamp/policy_text.h"
 
 namespace {
@@ -60,11 +61,12 @@ Policy random_policy(Random& random) {
     torchamp::When when;
     if (random.below(3) == 0) when.dtype = random.one_of(dtypes);
     if (random.below(6) == 0) {
-      policy.fp8(random.below(2) ? torchamp::ops::dense : torchamp::OpNames{"mm", "linear"},
-                 torchamp::Fp8Options{.recipe = random.one_of(recipes),
-                                      .strict = random.below(2) == 0,
-                                      .only_worthwhile = random.below(2) == 0},
-                 when);
+      policy = torchamp::fp8(
+          policy, random.below(2) ? torchamp::ops::dense : torchamp::OpNames{"mm", "linear"},
+          torchamp::Fp8Options{.recipe = random.one_of(recipes),
+                               .strict = random.below(2) == 0,
+                               .only_worthwhile = random.below(2) == 0},
+          when);
       continue;
     }
     if (random.below(3) == 0) {

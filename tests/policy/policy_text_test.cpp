@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "torchamp/policy_text.h"
+#include "torchamp/labs/fp8.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -57,9 +58,8 @@ TEST(PolicyText, ReadsBackARuleForEachDtypeThatARegionCanHave) {
 
 TEST(PolicyText, WritesAndReadsTheOptionsOfFp8InBrackets) {
   const Policy policy =
-      Policy::standard()
-          .fp8(torchamp::ops::dense)
-          .fp8({"mm"}, {.strict = true, .only_worthwhile = true}, {.dtype = at::kBFloat16});
+      torchamp::fp8(torchamp::fp8(Policy::standard(), torchamp::ops::dense), {"mm"},
+                    {.strict = true, .only_worthwhile = true}, {.dtype = at::kBFloat16});
   const std::string text =
       "policy standard\n"
       "fp8: ops::dense\n"
@@ -70,8 +70,9 @@ TEST(PolicyText, WritesAndReadsTheOptionsOfFp8InBrackets) {
                 "policy standard\nfp8 ( only_worthwhile, recipe=tensorwise ): linear")),
             "policy standard\nfp8(only_worthwhile): linear\n");
   EXPECT_EQ(torchamp::parse_policy(text).lookup("linear", at::kCPU), Cast::fp8);
-  const Policy nearest = Policy::torch().fp8(
-      {"mm"}, {.recipe = torchamp::Fp8Recipe::nvfp4, .stochastic_rounding = false});
+  const Policy nearest =
+      torchamp::fp8(Policy::torch(), {"mm"},
+                    {.recipe = torchamp::Fp8Recipe::nvfp4, .stochastic_rounding = false});
   EXPECT_EQ(torchamp::to_text(nearest), "policy torch\nfp8(recipe=nvfp4 round_to_nearest): mm\n");
   EXPECT_EQ(torchamp::to_text(torchamp::parse_policy(torchamp::to_text(nearest))),
             torchamp::to_text(nearest));
@@ -85,7 +86,7 @@ TEST(PolicyText, AWrongFp8RuleIsAnErrorThatNamesTheLine) {
   EXPECT_ERROR(parse("fp8(recipe=best): mm"), "there is no option 'recipe=best' of fp8");
   EXPECT_ERROR(parse("fp8(strict: mm"), "'fp8(strict' is not of the form 'fp8(option option)'");
   EXPECT_ERROR(parse("fp32(strict): mm"), "'fp32(strict)' is not of the form");
-  EXPECT_ERROR(parse("fp8: softmax"), "line 2: Policy::fp8: 'softmax' cannot run in fp8: only");
+  EXPECT_ERROR(parse("fp8: softmax"), "line 2: torchamp::fp8: 'softmax' cannot run in fp8: only");
   EXPECT_ERROR(parse("fp8(strict, strict): mm"),
                "line 2: the option 'strict' of fp8 is given twice");
   EXPECT_ERROR(parse("fp8(recipe=rowwise strict recipe=mxfp8): mm"),
@@ -258,6 +259,8 @@ TEST(PolicyText, LoadsFromAFile) {
   EXPECT_ERROR((void)torchamp::load_policy(path),
                "torchamp::load_policy: cannot read '" + path + "': No such file or directory.");
   EXPECT_ERROR((void)torchamp::load_policy(::testing::TempDir()), "': Is a directory.");
+  std::ofstream(path) << std::string((1 << 20) + 1, '\n');  // as from a device without an end
+  EXPECT_ERROR((void)torchamp::load_policy(path), "' is longer than 1048576 bytes");
 }
 
 }  // namespace

@@ -6,9 +6,9 @@
 #include <torchamp/accumulate.h>
 #include <torchamp/autocast.h>
 #include <torchamp/grad_scaler.h>
+#include <torchamp/labs/precision_audit.h>
 #include <torchamp/master_weights.h>
 #include <torchamp/optim.h>
-#include <torchamp/precision_audit.h>
 #include <torchamp/training_checkpoint.h>
 #include <torchamp/weight_cache.h>
 

@@ -4,8 +4,8 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 #include <torchamp/autocast.h>
-#include <torchamp/module_policy.h>
-#include <torchamp/precision_audit.h>
+#include <torchamp/labs/module_policy.h>
+#include <torchamp/labs/precision_audit.h>
 
 #include <cstddef>
 #include <functional>

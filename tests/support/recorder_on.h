@@ -11,7 +11,7 @@
 #include <string>
 
 #include "support/devices.h"
-#include "torchamp/cast_recorder.h"
+#include "torchamp/labs/cast_recorder.h"
 
 // What the tests of CastRecorder read reports with, and the devices that they run on.
 namespace recorder_on {

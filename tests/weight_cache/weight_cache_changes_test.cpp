@@ -16,8 +16,8 @@
 #include "support/memory_meter.h"
 #include "support/weight_caches.h"
 #include "torchamp/autocast.h"
-#include "torchamp/fp8.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/labs/fp8.h"
 #include "torchamp/optim.h"
 #include "torchamp/policy_text.h"
 
@@ -63,8 +63,8 @@ TEST_F(WeightCaches, SeesWritesInsideARegionUnderRulesThatItTakesNoCastsFrom) {
   };
   const Policy policies[] = {
       Policy::standard(), Policy::standard().native(ops::matmul, each_time),
-      Policy::standard().fp8(ops::dense),
-      Policy::standard().fp8(ops::dense, torchamp::Fp8Options::worthwhile())};
+      torchamp::fp8(Policy::standard(), ops::dense),
+      torchamp::fp8(Policy::standard(), ops::dense, torchamp::Fp8Options::worthwhile())};
   for (const WeightCache cache : own_caches) {
     for (const Policy& policy : policies) {
       const AutocastGuard guard(at::kCPU, {.policy = policy, .cache = cache});

@@ -12,6 +12,7 @@
 #include "support/tolerances.h"
 #include "support/weight_caches.h"
 #include "torchamp/autocast.h"
+#include "torchamp/labs/weights_together.h"
 #include "torchamp/weight_cache.h"
 
 namespace {
@@ -60,7 +61,8 @@ TEST_P(WeightCachesOfStreams, WeightsCastTogetherAreCastAgainOnAnotherStream) {
     return at::stack({input.mm(weights[0]), input.mm(weights[1]), input.mm(weights[2])});
   };
   for (int region = 0; region < 3; ++region) {
-    const AutocastGuard guard(GetParam(), {.dtype = at::kHalf, .cache = WeightCache::together});
+    const AutocastGuard guard(GetParam(),
+                              {.dtype = at::kHalf, .cache = torchamp::weights_together()});
     const at::Tensor here = products();
     at::Tensor there;  // on the host
     {

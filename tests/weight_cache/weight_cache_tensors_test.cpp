@@ -12,6 +12,7 @@
 #include "support/leaf.h"
 #include "support/weight_caches.h"
 #include "torchamp/autocast.h"
+#include "torchamp/labs/weights_together.h"
 #include "torchamp/weight_cache.h"
 
 namespace {
@@ -23,7 +24,7 @@ using weight_caches::with;
 
 constexpr WeightCache all_caches[] = {WeightCache::libtorch, WeightCache::region,
                                       WeightCache::window, WeightCache::kept,
-                                      WeightCache::together};
+                                      torchamp::weights_together()};
 
 TEST_F(WeightCaches, PassTangentsOn) {
   const auto weight = leaf({4, 4}), other = leaf({4, 4});

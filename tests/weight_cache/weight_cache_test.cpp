@@ -18,8 +18,8 @@
 #include "support/leaf.h"
 #include "support/weight_caches.h"
 #include "torchamp/autocast.h"
-#include "torchamp/cast_recorder.h"
-#include "torchamp/module_policy.h"
+#include "torchamp/labs/cast_recorder.h"
+#include "torchamp/labs/module_policy.h"
 #include "torchamp/policy_text.h"
 #include "torchamp/recompute.h"
 

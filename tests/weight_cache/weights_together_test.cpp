@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// WeightCache::together does what LibTorch's cache does, in fewer ops.
+// torchamp::weights_together() does what LibTorch's cache does, in fewer ops.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -19,7 +19,8 @@
 #include "support/memory_meter.h"
 #include "support/weight_caches.h"
 #include "torchamp/autocast.h"
-#include "torchamp/cast_recorder.h"
+#include "torchamp/labs/cast_recorder.h"
+#include "torchamp/labs/weights_together.h"
 #include "torchamp/optim.h"
 #include "torchamp/policy.h"
 #include "torchamp/recompute.h"
@@ -65,7 +66,7 @@ class WeightsTogether : public ::testing::Test {
     for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
       const Tensors expected = run(WeightCache::libtorch, function, input, weights, dtype);
       for (int i = 0; i < 3; ++i) {
-        expect_same(run(WeightCache::together, function, input, weights, dtype), expected,
+        expect_same(run(torchamp::weights_together(), function, input, weights, dtype), expected,
                     what + ", " + c10::toString(dtype) + ", region " + std::to_string(i));
       }
     }
@@ -87,7 +88,7 @@ TEST_F(WeightsTogether, KnowATransposeFromBeforeTheWeightGotOtherMemory) {
     return x.mm(transposes[0]).mm(transposes[1]).detach();
   };
   const at::Tensor expected = result(WeightCache::libtorch);
-  for (int i = 0; i < 3; ++i) EXPECT_TRUE(result(WeightCache::together).equal(expected));
+  for (int i = 0; i < 3; ++i) EXPECT_TRUE(result(torchamp::weights_together()).equal(expected));
 }
 
 TEST_F(WeightsTogether, AreNotCastOneByOneFromTheSecondRegionOnNorAreTheirGradients) {
@@ -97,7 +98,7 @@ TEST_F(WeightsTogether, AreNotCastOneByOneFromTheSecondRegionOnNorAreTheirGradie
     at::Tensor output;
     {
       const CallCounter ops;
-      const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+      const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
       output = net(input);
       EXPECT_EQ(ops.called_anywhere("aten::_to_copy"), i == 0 ? 12 : 0) << i;
     }
@@ -115,7 +116,7 @@ TEST_F(WeightsTogether, AreCastInChunksOfFew) {
   for (int i = 0; i < 2; ++i) {
     at::Tensor loss;
     {
-      const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+      const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
       loss = net(input).sum();
     }
     const CallCounter ops;
@@ -168,7 +169,7 @@ TEST_F(WeightsTogether, GiveWhatLibTorchsCacheGives) {
 template <class Step>
 void expect_same_training(const Step& step) {
   std::vector<Tensors> results;
-  for (const WeightCache cache : {WeightCache::libtorch, WeightCache(WeightCache::together)}) {
+  for (const WeightCache cache : {WeightCache::libtorch, torchamp::weights_together()}) {
     torch::manual_seed(3);
     Tensors result;
     step(cache, result);
@@ -243,7 +244,7 @@ TEST_F(WeightsTogether, AreCastAgainAfterTheyHaveChanged) {
   for (std::size_t i = 0; i < std::size(changes); ++i) {
     for (const bool after_use : {false, true}) {
       for (int region = 0; region < 3; ++region) {
-        const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+        const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
         if (after_use) {
           EXPECT_TRUE(net(input).equal(expected()));
         } else {
@@ -264,7 +265,7 @@ TEST_F(WeightsTogether, AreForgottenIfARegionDoesNotUseThem) {
   const at::NoGradGuard no_grad;
   const auto casts_alone = [&](std::size_t last) {
     const CallCounter ops;
-    const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+    const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
     (void)net(input, 0, last);
     return ops.called_anywhere("aten::_to_copy");
   };
@@ -281,7 +282,7 @@ TEST_F(WeightsTogether, FollowModelsThatTakeTurns) {
   const auto input = torch::randn({4, 8}).to(at::kBFloat16);
   for (int i = 0; i < 6; ++i) {
     const CallCounter ops;
-    const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+    const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
     (void)(i % 2 ? one : other)(input);
     EXPECT_EQ(ops.called_anywhere("aten::_to_copy"), i < 2 ? 6 : 0) << i;
   }
@@ -306,7 +307,7 @@ TEST_F(WeightsTogether, CallHooksAsLibTorchsCacheDoes) {
       calls.assign(calls.size(), 0);
       at::Tensor first, second;
       {
-        const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+        const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
         first = net(input, 0, 2).sum();
         second = net(input, 2, 4).sum();
       }
@@ -372,8 +373,8 @@ TEST_F(WeightsTogether, LeaveViewsAloneWhoseGradientsDoNotSimplyGoToTheWeight) {
     const Tensors expected = gradients(WeightCache::libtorch, views[i]);
     const auto plain_view = [](const at::Tensor& of) { return of.t(); };
     for (int region = 0; region < 3; ++region) {
-      (void)gradients(WeightCache::together, plain_view);  // the chunk has the transpose
-      expect_same(gradients(WeightCache::together, views[i]), expected,
+      (void)gradients(torchamp::weights_together(), plain_view);  // the chunk has the transpose
+      expect_same(gradients(torchamp::weights_together(), views[i]), expected,
                   std::to_string(i) + ", region " + std::to_string(region));
     }
   }
@@ -386,7 +387,7 @@ TEST_F(WeightsTogether, PassTheGradientOfAKeptTransposeToTheWeightAlone) {
     const auto transpose = weight.t();
     at::Tensor loss;
     {
-      const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+      const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
       loss = net(torch::randn({4, 8}).mm(transpose)).sum();
     }
     const auto gradients = torch::autograd::grad({loss}, {weight, transpose}, {},
@@ -412,7 +413,7 @@ TEST_F(WeightsTogether, HaveTwoCastsIfAPredicateDecidesAboutOneOfTheirOps) {
   };
   const Tensors expected = run_with_predicate(WeightCache::none);  // the casts' gradients in fp32
   for (int region = 0; region < 3; ++region) {
-    expect_same(run_with_predicate(WeightCache::together), expected, std::to_string(region));
+    expect_same(run_with_predicate(torchamp::weights_together()), expected, std::to_string(region));
   }
 }
 
@@ -422,7 +423,7 @@ TEST_F(WeightsTogether, AreNotCastInSmallerChunksAfterTheCacheWasClearedWithinAR
   for (int region = 0; region < 6; ++region) {
     at::Tensor output;
     {
-      const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+      const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
       const auto hidden = net(input, 0, 2);
       if (region % 2 == 1) torchamp::clear_weight_cache();  // as a guard's end on another thread
       output = net(hidden, 2);
@@ -440,7 +441,7 @@ TEST_F(WeightsTogether, NeedNotBeginWithTheSameTensorInEachRegion) {
   for (int region = 0; region < 4; ++region) {
     const auto input = torch::randn({4, 8}).set_requires_grad(true);  // cast like a weight
     const CallCounter ops;
-    const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+    const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
     (void)net(input);
     EXPECT_EQ(ops.called_anywhere("aten::_to_copy"), region == 0 ? 7 : 1) << region;
   }
@@ -453,7 +454,7 @@ TEST_F(WeightsTogether, TakeNoGradientOfALossThatDoesNotUseThem) {
     for (const auto& weight : net.parameters) weight.mutable_grad() = at::Tensor();
     at::Tensor first;
     {
-      const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+      const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
       first = net(input, 0, 2).sum();
       (void)net(input, 2, 4).sum();
     }
@@ -485,7 +486,8 @@ TEST_F(WeightsTogether, GiveGradientsOfSomeWeightsAndOfGradients) {
     return result;
   };
   const Tensors expected = derive(WeightCache::libtorch);
-  for (int i = 0; i < 3; ++i) expect_same(derive(WeightCache::together), expected, "derivatives");
+  for (int i = 0; i < 3; ++i)
+    expect_same(derive(torchamp::weights_together()), expected, "derivatives");
 }
 
 TEST_F(WeightsTogether, ServeEvaluationAndTrainingInOneRegion) {
@@ -507,7 +509,8 @@ TEST_F(WeightsTogether, ServeEvaluationAndTrainingInOneRegion) {
         evaluate();
         return result;
       };
-      expect_same(run(WeightCache::together, mixed, input, net.parameters), expected, "mixed");
+      expect_same(run(torchamp::weights_together(), mixed, input, net.parameters), expected,
+                  "mixed");
     }
   }
 }
@@ -546,7 +549,7 @@ TEST_F(WeightsTogether, MayBeFrozenAndUnfrozen) {
     net.parameters[3].set_requires_grad(i % 3 != 1);
     net.parameters[0].set_requires_grad(i % 4 != 2);
     const auto function = [&](const auto& x) { return net(x); };
-    expect_same(run(WeightCache::together, function, input, net.parameters),
+    expect_same(run(torchamp::weights_together(), function, input, net.parameters),
                 run(WeightCache::libtorch, function, input, net.parameters), std::to_string(i));
   }
 }
@@ -558,16 +561,17 @@ TEST_F(WeightsTogether, SurviveAnError) {
   const auto expected = run(WeightCache::libtorch, function, input, net.parameters);
   for (int i = 0; i < 4; ++i) {
     try {
-      const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+      const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
       (void)net(input, 0, static_cast<std::size_t>(i));
       throw std::runtime_error("");
     } catch (const std::runtime_error&) {
     }
     EXPECT_ANY_THROW({
-      const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+      const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
       (void)net(torch::randn({4, 7}));
     });
-    expect_same(run(WeightCache::together, function, input, net.parameters), expected, "after");
+    expect_same(run(torchamp::weights_together(), function, input, net.parameters), expected,
+                "after");
   }
 }
 
@@ -578,11 +582,11 @@ TEST_F(WeightsTogether, AreStillCastTogetherAfterALackOfMemory) {
   for (int i = 0; i < 4; ++i) {
     if (i > 0) {
       const HostAllocationLimit limit(5);
-      const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+      const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
       EXPECT_THROW((void)net(input), c10::OutOfMemoryError);
     }
     const CallCounter ops;
-    const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+    const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
     (void)net(input);
     EXPECT_EQ(ops.called_anywhere("aten::_to_copy"), i == 0 ? 12 : 0) << i;
   }
@@ -593,7 +597,7 @@ TEST_F(WeightsTogether, AreFreedWithTheirModel) {
   for (int i = 0; i < 3; ++i) {
     auto net = std::make_unique<Layers>(3);
     for (int region = 0; region < 2; ++region) {
-      const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+      const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
       (*net)(input).sum().backward();
     }
     const auto memory = net->parameters[2].storage().getWeakStorageImpl();
@@ -609,7 +613,7 @@ TEST_F(WeightsTogether, TheirCastsAreFreedWithTheRegionUsedOrNot) {
   for (int region = 0; region < 4; ++region) {
     const MemoryMeter memory;
     {
-      const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+      const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
       (void)net(input, 0, region == 1 ? 1 : 3);
       EXPECT_EQ(memory.bytes(), region == 3 ? 3 * 2 * (64 + 8) : memory.bytes());
     }
@@ -627,7 +631,7 @@ TEST_F(WeightsTogether, OfOneModelServeSeveralThreads) {
   for (auto& result : results) {
     threads.emplace_back([&] {
       for (int i = 0; i < 20; ++i) {
-        result = run(WeightCache::together, function, input, net.parameters);
+        result = run(torchamp::weights_together(), function, input, net.parameters);
       }
     });
   }
@@ -652,7 +656,7 @@ TEST_F(WeightsTogether, AreCountedByARecorderAsCastsOfTheOpsThatUseThem) {
     const torchamp::CastRecorder recorder;
     {
       const at::NoGradGuard no_grad;
-      const AutocastGuard guard(at::kCPU, with(WeightCache::together));
+      const AutocastGuard guard(at::kCPU, with(torchamp::weights_together()));
       (void)net(input);
       (void)net(input);
     }

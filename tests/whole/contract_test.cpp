@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "torchamp/fp8.h"
+#include "torchamp/labs/fp8.h"
 #include "torchamp/lr_scheduler.h"
 #include "torchamp/policy_text.h"
 #include "torchamp/torchamp.h"
@@ -31,14 +31,14 @@ TEST(Contract, Policy) {
                                .unchanged({"softmax.int"})
                                .native(torchamp::ops::addition);
   EXPECT_EQ(&self, &policy);
-  EXPECT_EQ(&policy.fp8(torchamp::ops::dense), &policy);
-  policy.fp8(torchamp::ops::linear, torchamp::Fp8Options{})
-      .fp8({"mm"}, {.recipe = torchamp::Fp8Recipe::tensorwise})
-      .fp8({"mm"}, {.recipe = torchamp::Fp8Recipe::tensorwise, .strict = true},
-           {.dtype = torch::kBFloat16})
-      .fp8("addmm", torchamp::Fp8Options::worthwhile())
-      .set(Cast::fp8, {"matmul"})
-      .set(Cast::fp32, {"matmul"}, {.dtype = torch::kHalf});
+  policy = torchamp::fp8(policy, torchamp::ops::dense);
+  policy = torchamp::fp8(policy, torchamp::ops::linear, torchamp::Fp8Options{});
+  policy = torchamp::fp8(policy, {"mm"}, {.recipe = torchamp::Fp8Recipe::tensorwise});
+  policy =
+      torchamp::fp8(policy, {"mm"}, {.recipe = torchamp::Fp8Recipe::tensorwise, .strict = true},
+                    {.dtype = torch::kBFloat16});
+  policy = torchamp::fp8(policy, "addmm", torchamp::Fp8Options::worthwhile());
+  policy.set(Cast::fp8, {"matmul"}).set(Cast::fp32, {"matmul"}, {.dtype = torch::kHalf});
   EXPECT_EQ(policy.lookup("mm", torch::kCPU), Cast::fp8);
   policy = torchamp::Policy::torch();
   const Cast rule = policy.lookup(std::string_view("softmax.int"), torch::kCUDA);

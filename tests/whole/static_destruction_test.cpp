@@ -17,7 +17,7 @@
 #include <sstream>
 #include <string>
 
-#include "torchamp/cast_recorder.h"
+#include "torchamp/labs/cast_recorder.h"
 #include "torchamp/master_weights.h"
 #include "torchamp/policy_text.h"
 #include "torchamp/torchamp.h"

@@ -3,7 +3,7 @@
 
 #include <torch/torch.h>
 #include <torchamp/clip_grad.h>
-#include <torchamp/module_policy.h>
+#include <torchamp/labs/module_policy.h>
 #include <torchamp/torchamp.h>
 
 #include <algorithm>

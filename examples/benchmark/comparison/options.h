@@ -219,7 +219,7 @@ inline WorkerOptions parse_worker_options(int argc, const char* const* argv) {
                        "", options.way.casts);
   arguments.add("--policy", "FILE", "", options.policy);
   arguments.add("--audit", "FILE", "", options.audit);
-  arguments.add_choice("--dtype", {"fp32", "fp16", "bf16"}, "", options.way.dtype);
+  arguments.add_choice("--dtype", {"fp32", "tf32", "fp16", "bf16"}, "", options.way.dtype);
   arguments.add_choice("--optimizer", {"stock", "fused", "muon"}, "", options.way.optimizer);
   arguments.add_choice("--launch", {"eager", "captured"}, "", options.way.launch);
   arguments.add_choice("--variant",

@@ -4,10 +4,11 @@
 #include <torch/torch.h>
 #include <torchamp/clip_grad.h>
 #include <torchamp/cuda_graph.h>
+#include <torchamp/labs/policy_file.h>
+#include <torchamp/labs/precision_audit.h>
+#include <torchamp/labs/weights_together.h>
 #include <torchamp/master_weights.h>
 #include <torchamp/optim.h>
-#include <torchamp/policy_file.h>
-#include <torchamp/precision_audit.h>
 #include <torchamp/torchamp.h>
 #include <torchamp/weight_cache.h>
 
@@ -37,7 +38,7 @@ class Trainer {
         recipe_(workload_->recipe()),
         way_(way),
         policy_(way.casts == "torch" ? torchamp::Policy::torch() : torchamp::Policy::standard()),
-        cache_(way.variant == "together" ? torchamp::WeightCache(torchamp::WeightCache::together)
+        cache_(way.variant == "together" ? torchamp::weights_together()
                                          : torchamp::WeightCache::libtorch),
         device_(device) {
     initialize(workload_->module(), 0);

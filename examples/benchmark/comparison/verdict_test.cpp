@@ -239,9 +239,9 @@ TEST(Ways, UseTf32AndOnlyPlainWaysOfASecondDtypeOnAGpu) {
 
 TEST(Verdict, ComparesTf32WithPythonsTf32AndWithFp32) {
   MadeUpRace all;
-  all.add({"python", "tf32", "fp32", "fused", "eager"}, 0.5, 1., {4.});
+  all.add({"python", "tf32", "tf32", "fused", "eager"}, 0.5, 1., {4.});
   all.add({"cpp", "fp32", "fp32", "fused", "eager"}, 0.5, 1., {8.});
-  const Way way{"cpp", "tf32", "fp32", "fused", "eager"};
+  const Way way{"cpp", "tf32", "tf32", "fused", "eager"};
   const Verdict verdict = judge(all.race, all.add(way, 0.53, 1.005, {2.}));
   EXPECT_EQ(verdict.to_python, 0.5);
   EXPECT_EQ(verdict.saved, 0.75);

@@ -16,7 +16,7 @@ struct Way {
   /// (policies); for inference also torch_kept, standard_kept (policies, the weights' casts kept),
   /// narrow_kept (all ops in 16 bits), cast (the model itself was cast)
   std::string casts = "standard";
-  std::string dtype = "bf16";       ///< fp16, bf16; fp32 if there are no casts
+  std::string dtype = "bf16";       ///< fp16, bf16; without casts fp32, tf32
   std::string optimizer = "stock";  ///< stock, fused, muon (with a fused one)
   std::string launch = "eager";     ///< eager, captured, compiled (torch.compile: Python)
   /// plain, masters, recomputed, together (weights are cast together), unfused (LibTorch's own
@@ -42,7 +42,7 @@ struct Way {
     if (casts == "narrow_kept") text = "torchamp, all ops in 16 bits";
     if (casts.ends_with("_kept")) text += ", casts kept";
     if (is_fp32() || casts == "cast") text = is_python() ? "Python" : "LibTorch";
-    text += (casts == "cast" ? ", model cast to " : ", ") + (is_tf32() ? casts : dtype);
+    text += (casts == "cast" ? ", model cast to " : ", ") + dtype;
     if (optimizer == "fused") text += ", fused";
     if (optimizer == "muon") text += ", Muon";
     if (is_captured() || is_compiled()) text += ", " + launch;
@@ -89,7 +89,7 @@ inline std::vector<Way> all_ways(const std::vector<std::string>& dtypes, bool py
   const auto add_tf32 = [&](const char* language) {
     if (host) return;
     for (const char* launch : {"eager", "captured"}) {
-      ways.push_back({language, "tf32", "fp32", "fused", launch});
+      ways.push_back({language, "tf32", "tf32", "fused", launch});
     }
   };
   const auto add_variant = [&](const char* language, const char* casts, const std::string& dtype,

@@ -4,7 +4,7 @@
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <benchmark/benchmark.h>
-#include <torchamp/fp8.h>
+#include <torchamp/labs/fp8.h>
 #include <torchamp/torchamp.h>
 
 namespace {
@@ -26,7 +26,7 @@ void linear(benchmark::State& state, const Policy& policy) {
 }
 
 Policy fp8(Fp8Recipe recipe) {
-  return Policy::standard().fp8(torchamp::ops::dense, {.recipe = recipe});
+  return torchamp::fp8(Policy::standard(), torchamp::ops::dense, {.recipe = recipe});
 }
 
 BENCHMARK_CAPTURE(linear, bf16, Policy::standard())->Unit(benchmark::kMillisecond);

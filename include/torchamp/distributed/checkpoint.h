@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief save_together and load_together: one checkpoint file for several processes.
+/// @brief Extra. save_together and load_together: one checkpoint file for several processes.
 
 // Not in the umbrella header: it needs LibTorch's distributed part.
 #if !__has_include(<torch/csrc/distributed/c10d/ProcessGroup.hpp>)

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief DistributedDataParallel: gradients averaged over processes.
+/// @brief Extra. DistributedDataParallel: gradients averaged over processes.
 
 // Not in the umbrella header: it needs LibTorch's distributed part.
 #if !__has_include(<torch/csrc/distributed/c10d/reducer.hpp>)

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief add_nccl: NCCL for the CUDA tensors of a process group.
+/// @brief Extra. add_nccl: NCCL for the CUDA tensors of a process group.
 
 // Not in the umbrella header: it needs the headers of CUDA and NCCL, and LibTorch's CUDA libraries.
 #if !__has_include(<torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>)

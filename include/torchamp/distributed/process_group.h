@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief make_process_group: the group of all processes of a run.
+/// @brief Extra. make_process_group: the group of all processes of a run.
 
 // Not in the umbrella header: it needs Gloo's headers.
 #if !__has_include(<torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>)

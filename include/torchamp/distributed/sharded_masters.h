@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief ShardedMasterWeights: master weights and optimizer states, sharded over processes.
+/// @brief Extra. ShardedMasterWeights: master weights and optimizer states, sharded over processes.
 
 // Not in the umbrella header: it needs LibTorch's distributed part.
 #if !__has_include(<torch/csrc/distributed/c10d/reducer.hpp>)

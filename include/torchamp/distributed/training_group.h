@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief TrainingStepOptions::group: gradients averaged over a process group.
+/// @brief Extra. TrainingStepOptions::group: gradients averaged over a process group.
 
 // Not in the umbrella header: it needs LibTorch's distributed part.
 

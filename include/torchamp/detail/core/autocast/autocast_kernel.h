@@ -2,7 +2,10 @@
 // torchamp's kernels under the autocast keys, and which of them a policy needs.
 #pragma once
 
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/core/ivalue.h>
 #include <ATen/core/operator_name.h>
 #include <ATen/core/stack.h>
 #include <c10/core/DeviceType.h>
@@ -28,36 +31,11 @@
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/core/policy/thread_policy.h"
+#include "torchamp/detail/core/runtime/native_kernel.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/ops.h"
 
-#if TORCHAMP_LIBTORCH < 209
-/// Gives an op's kernel, which LibTorch has no public function for before 2.9. An OperatorHandle
-/// befriends all classes of this template, so this one, which LibTorch itself never names, may read
-/// its private operatorDef_. To go with the support of 2.8.
-template <>
-class c10::TypedOperatorHandle<struct TorchampKernelLookup> {
- public:
-  static const KernelFunction& kernel(const OperatorHandle& op, DispatchKey key) {
-    return op.operatorDef_->op.lookup(DispatchKeySet(key));
-  }
-};
-#endif
-
 namespace torchamp::detail {
-
-/// An op's kernel, to be called by callBoxed().
-#if TORCHAMP_LIBTORCH >= 209
-using NativeKernel = c10::SafeKernelFunction;
-inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
-  return op.getComputedKernelForDispatchKey(key);
-}
-#else
-using NativeKernel = c10::KernelFunction;
-inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {
-  return c10::TypedOperatorHandle<TorchampKernelLookup>::kernel(op, key);
-}
-#endif
 
 /// The op's kernel under the device's autocast key, if it has one: LibTorch's, as long as
 /// torchamp's is not registered, afterwards torchamp's.
@@ -104,13 +82,17 @@ class DropCastsOfWritten {
   /// `written`: an argument of the call, a tensor or a list.
   explicit DropCastsOfWritten(const c10::IValue& written) {
     for_each_tensor_of(written, [this](const at::Tensor& tensor) {
-      if (may_be_weight(tensor)) weights_.push_back(tensor);
+      if (!may_be_weight(tensor)) return;
+      is_fp32_ = is_fp32_ || tensor.scalar_type() == at::kFloat;
+      const bool is_counted = tensor.requires_grad() || tensor.is_view() || tensor.is_inference();
+      if (!is_counted) uncounted_.push_back(tensor);
     });
   }
   DropCastsOfWritten(const DropCastsOfWritten&) = delete;
   DropCastsOfWritten& operator=(const DropCastsOfWritten&) = delete;
   ~DropCastsOfWritten() {
-    if (!weights_.empty()) weights_changed(weights_);
+    if (is_fp32_) at::autocast::clear_cache();
+    if (!uncounted_.empty()) weights_changed(uncounted_);
   }
 
  private:
@@ -120,7 +102,8 @@ class DropCastsOfWritten {
     return tensor.requires_grad() || (tensor.has_storage() && tensor.storage().use_count() > 1);
   }
 
-  std::vector<at::Tensor> weights_;
+  bool is_fp32_ = false;               // LibTorch's cache holds no others
+  std::vector<at::Tensor> uncounted_;  // `.data()`; torchamp's cache notices counted writes itself
 };
 
 class AutocastKernel final : public c10::OperatorKernel {

@@ -19,7 +19,6 @@
 #include <cstddef>
 #include <optional>
 #include <string>
-#include <string_view>
 #include <vector>
 
 #include "torchamp/detail/core/base/devices.h"
@@ -68,7 +67,8 @@ class CastArguments {
       if (name == "training" || name == "use_input_stats") training_position_ = i;
       if (name == "accumulate" || name == "reduce") sum_position_ = i;
       if (name == "sparse") sparse_position_ = i;
-      if (!holds_tensors(*argument.type())) continue;
+      // Flash attention takes its slopes in fp32 only.
+      if (!holds_tensors(*argument.type()) || name == "alibi_slopes") continue;
       const bool is_beside = has_statistics && (name == "weight" || name == "bias");
       auto& others = is_beside ? beside_statistics_ : positions_;
       (is_running_statistic(argument) ? statistics_ : others).push_back(i);
@@ -90,7 +90,7 @@ class CastArguments {
     if (!sum_position_) return true;
     const c10::IValue& value = *(stack.data() + (stack.size() - count_) + *sum_position_);
     if (value.isBool()) return value.toBool();
-    const std::string_view reduction = value.toStringView();
+    const std::string& reduction = value.toStringRef();
     return !reduction.ends_with("max") && !reduction.ends_with("min");
   }
 

@@ -7,7 +7,7 @@
 
 namespace torchamp::detail {
 
-TORCHAMP_COLD std::shared_ptr<const PolicyData> environment_policy(const std::string& text,
+TORCHAMP_BODY std::shared_ptr<const PolicyData> environment_policy(const std::string& text,
                                                                    PolicyFileReader read_file) {
   if (text == "standard") return unedited(BaseTable::standard);
   if (text == "torch") return unedited(BaseTable::torch);

@@ -7,10 +7,8 @@
 #include <ATen/core/ivalue.h>
 #include <ATen/core/stack.h>
 #include <c10/core/ScalarType.h>
-#include <c10/util/Exception.h>
 
 #include <atomic>
-#include <string>
 
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/base/text.h"
@@ -20,20 +18,6 @@ namespace torchamp::detail {
 /// In LibTorch's warning that the weights of a recurrent layer are scattered: see
 /// Note [Recurrent layers].
 inline constexpr const char* scattered_weights = "not part of single contiguous chunk";
-
-/// Drops the calling thread's warnings that have `text`, and passes on all others, while it lives.
-class NoWarning final : public c10::WarningHandler {
- public:
-  explicit NoWarning(const char* text) : text_(text) {}
-  void process(const c10::Warning& warning) override {
-    if (warning.msg().find(text_) == std::string::npos) outer_->process(warning);
-  }
-
- private:
-  const char* text_;
-  c10::WarningHandler* outer_ = c10::WarningUtils::get_warning_handler();
-  c10::WarningUtils::WarningHandlerGuard guard_{this};
-};
 
 // Note [Binary cross entropy]
 // binary_cross_entropy takes probabilities, in general a sigmoid's. In 16 bits a sigmoid rounds to

@@ -131,7 +131,7 @@ struct ThreadSlot {
 /// Takes the calling thread's uppermost slot away. LibTorch does not tell its kind, and _pop()
 /// throws if it is not the given one, before it changes anything: so all known kinds are tried.
 /// Nothing if it is none of these: the slot stays.
-TORCHAMP_RARE inline std::optional<ThreadSlot> pop_slot() {
+inline std::optional<ThreadSlot> pop_slot() {
   using Kind = c10::DebugInfoKind;
   for (const Kind kind :
        {policy_slot(), Kind::PRODUCER_INFO, Kind::MOBILE_RUNTIME_INFO, Kind::PROFILER_STATE,
@@ -150,7 +150,7 @@ TORCHAMP_RARE inline std::optional<ThreadSlot> pop_slot() {
 // share in ours, so it is taken off, and a new node with the same slot is put on what was below us.
 // Where ours is not there, or not found below a slot of an unknown kind, what lies above is
 // dropped: it mostly belongs to a state that has been left.
-TORCHAMP_COLD void PolicyScope::end_below_others() {
+TORCHAMP_BODY void PolicyScope::end_below_others() {
   using Info = c10::ThreadLocalDebugInfo;
   std::vector<ThreadSlot> above;  // the uppermost first
   while (Info::current() != nullptr && !is_ours(Info::current().get())) {

@@ -64,6 +64,12 @@ class Snapshot {
   Snapshot() = default;
   template <class Walk>
   explicit Snapshot(const Walk& walk) {
+    take(walk);
+  }
+  /// Takes the snapshot anew.
+  template <class Walk>
+  void take(const Walk& walk) {
+    tensors_.clear();
     walk([this](const at::Tensor& tensor) {
       tensors_.emplace_back(tensor);
       return false;

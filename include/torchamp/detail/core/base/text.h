@@ -20,7 +20,7 @@ namespace torchamp::detail {
 inline constexpr std::size_t longest_shown = 128;
 
 /// A user's input in an error message, abbreviated if long.
-TORCHAMP_RARE inline std::string shorten(std::string_view text) {
+inline std::string shorten(std::string_view text) {
   if (text.size() <= longest_shown) return std::string(text);
   return std::string(text.substr(0, longest_shown)) + "...";
 }
@@ -41,29 +41,29 @@ struct Piece {
 };
 using Pieces = std::initializer_list<Piece>;
 
-TORCHAMP_RARE inline std::string joined(Pieces pieces) {
+inline std::string joined(Pieces pieces) {
   std::ostringstream text;
   for (const Piece& piece : pieces) piece.print(text, piece.shown);
   return text.str();
 }
 
 /// Throws an error of that text.
-[[noreturn]] TORCHAMP_RARE inline void fail(Pieces pieces) {
+[[noreturn]] inline void fail(Pieces pieces) {
   TORCH_CHECK(false, joined(pieces));
 }
 
 /// Throws one that says which value is wrong.
-[[noreturn]] TORCHAMP_RARE inline void fail_value(Pieces pieces) {
+[[noreturn]] inline void fail_value(Pieces pieces) {
   TORCH_CHECK_VALUE(false, joined(pieces));
 }
 
 /// Warns with that text.
-TORCHAMP_RARE inline void warn(Pieces pieces) {
+inline void warn(Pieces pieces) {
   TORCH_WARN(joined(pieces));
 }
 
 /// Warns out of a destructor, and drops what the program's warning handler throws.
-TORCHAMP_RARE inline void warn_in_destructor(Pieces pieces) noexcept {
+inline void warn_in_destructor(Pieces pieces) noexcept {
   try {
     warn(pieces);
   } catch (...) {
@@ -74,6 +74,20 @@ TORCHAMP_RARE inline void warn_in_destructor(Pieces pieces) noexcept {
 inline void warn_once(std::atomic<bool>& is_known, Pieces pieces) {
   if (c10::WarningUtils::get_warnAlways() || !is_known.exchange(true)) warn(pieces);
 }
+
+/// Drops the calling thread's warnings that have `text`, and passes on all others, while it lives.
+class NoWarning final : public c10::WarningHandler {
+ public:
+  explicit NoWarning(const char* text) : text_(text) {}
+  void process(const c10::Warning& warning) override {
+    if (warning.msg().find(text_) == std::string::npos) outer_->process(warning);
+  }
+
+ private:
+  const char* text_;
+  c10::WarningHandler* outer_ = c10::WarningUtils::get_warning_handler();
+  c10::WarningUtils::WarningHandlerGuard guard_{this};
+};
 
 /// The number of single-character edits between two names; for long ones, between their beginnings.
 inline std::size_t edit_distance(std::string_view a, std::string_view b) {

@@ -7,6 +7,7 @@
 #include <ATen/ops/maximum.h>
 #include <c10/core/Layout.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -66,7 +67,7 @@ inline const OrderCheck::Row OrderCheck::rows[] = {
      "so all products were computed in fp64. Make the model fp32."},
 };
 
-TORCHAMP_COLD auto OrderCheck::made_at(When when, const Moment& moment) -> Sentences {
+TORCHAMP_BODY auto OrderCheck::made_at(When when, const Moment& moment) -> Sentences {
   Sentences made;
   for (std::size_t i = 0; i < std::size(rows); ++i) {
     const std::uint64_t bit = std::uint64_t{1} << i;
@@ -146,7 +147,7 @@ inline bool OrderCheck::keeps_gradients(const Moment& moment) const {
 // written to after it, the scaler has not stepped them, and now one of them is not finite. What a
 // device has found arrives some iterations later. Weights are read only if such an inf was found.
 
-TORCHAMP_COLD void OrderCheck::collect_unchecked_steps() {
+TORCHAMP_BODY void OrderCheck::collect_unchecked_steps() {
   at::Tensor found_inf;
   std::vector<WeakTensor> written;
   for (const Handled& one : handled_) {
@@ -181,18 +182,18 @@ inline bool OrderCheck::is_all_fp64(const Moment& /*moment*/) const {
 
 // ---- The events ---------------------------------------------------------------------------------
 
-TORCHAMP_COLD void OrderCheck::note_scaled(const at::Tensor& scaled) {
+TORCHAMP_BODY void OrderCheck::note_scaled(const at::Tensor& scaled) {
   scaled_ = true;
   if (!scaled.requires_grad() || scaled.numel() != 1) scaled_gradient_ = true;
   if (scaled.requires_grad()) add_leaves(scaled);
 }
 
-TORCHAMP_COLD void OrderCheck::note_loss_without_hook() {
+TORCHAMP_BODY void OrderCheck::note_loss_without_hook() {
   scaled_ = true;
   if (!std::exchange(ran_backward_, true)) look_for_kept_gradients();
 }
 
-TORCHAMP_COLD void OrderCheck::note_backward_begins() {
+TORCHAMP_BODY void OrderCheck::note_backward_begins() {
   if (!std::exchange(ran_backward_, true)) look_for_kept_gradients();
   const auto weights = [this](const auto& f) {
     return std::any_of(leaves_.begin(), leaves_.end(),
@@ -211,7 +212,7 @@ TORCHAMP_COLD void OrderCheck::note_backward_begins() {
   }
 }
 
-TORCHAMP_COLD void OrderCheck::note_backward_ends() {
+TORCHAMP_BODY void OrderCheck::note_backward_ends() {
   if (leaves_.empty()) return;  // the iteration has ended before
   std::vector<at::Tensor> gradients;
   for (std::size_t i = 0; i < weights_at_begin_.size(); ++i) {
@@ -229,10 +230,14 @@ TORCHAMP_COLD void OrderCheck::note_backward_ends() {
     one.gradient = TensorSnapshot(gradient);
     one.in_this_iteration = true;
   }
-  norms_.emplace(gradients);
+  try {
+    norms_.emplace(gradients);
+  } catch (const c10::Error&) {  // a device without memory, or without such a norm: no comparison
+    norms_.reset();
+  }
 }
 
-TORCHAMP_COLD auto OrderCheck::divides(const Moment& moment) -> Sentences {
+TORCHAMP_BODY auto OrderCheck::divides(const Moment& moment) -> Sentences {
   const bool may_clip = moment.knows_scale || moment.is_fixed || scale_is_known_;
   if (norms_ && !may_clip) {
     std::unordered_set<const c10::TensorImpl*> own;
@@ -240,18 +245,24 @@ TORCHAMP_COLD auto OrderCheck::divides(const Moment& moment) -> Sentences {
       own.insert(gradient.unsafeGetTensorImpl());
       return false;
     });
-    norms_->compare([&](const at::Tensor& one) { return own.contains(one.unsafeGetTensorImpl()); },
-                    /*all=*/handled_.empty());
-    if (!norms_->is_here()) compared_.push_back(*norms_);
+    const auto is_own = [&](const at::Tensor& one) {
+      return own.contains(one.unsafeGetTensorImpl());
+    };
+    try {
+      norms_->compare(is_own, /*all=*/handled_.empty());
+      if (!norms_->is_here()) compared_.push_back(*norms_);
+    } catch (const c10::Error&) {  // as in note_backward_ends
+      norms_.reset();
+    }
   }
   return made_at(When::divides, moment);
 }
 
-TORCHAMP_COLD auto OrderCheck::steps(const Moment& moment) -> Sentences {
+TORCHAMP_BODY auto OrderCheck::steps(const Moment& moment) -> Sentences {
   return made_at(When::steps, moment);
 }
 
-TORCHAMP_COLD auto OrderCheck::handled(const torch::optim::Optimizer& optimizer) -> Handled& {
+TORCHAMP_BODY auto OrderCheck::handled(const torch::optim::Optimizer& optimizer) -> Handled& {
   SteppedWeights::note(optimizer);
   forget(optimizer);
   Handled& one = handled_.emplace_back(Handled{OptimizerIdentity(optimizer)});
@@ -260,21 +271,21 @@ TORCHAMP_COLD auto OrderCheck::handled(const torch::optim::Optimizer& optimizer)
   return one;
 }
 
-TORCHAMP_COLD void OrderCheck::note_unscaled(const torch::optim::Optimizer& optimizer,
+TORCHAMP_BODY void OrderCheck::note_unscaled(const torch::optim::Optimizer& optimizer,
                                              const at::Tensor& found_inf) {
   handled(optimizer).found_inf = found_inf;
 }
 
-TORCHAMP_COLD void OrderCheck::note_stepped(const torch::optim::Optimizer& optimizer,
+TORCHAMP_BODY void OrderCheck::note_stepped(const torch::optim::Optimizer& optimizer,
                                             std::optional<bool> skipped) {
   handled(optimizer).skipped = skipped;
 }
 
-TORCHAMP_COLD void OrderCheck::forget(const torch::optim::Optimizer& optimizer) {
+TORCHAMP_BODY void OrderCheck::forget(const torch::optim::Optimizer& optimizer) {
   std::erase_if(handled_, [&](const Handled& one) { return one.optimizer.is(optimizer); });
 }
 
-TORCHAMP_COLD auto OrderCheck::updates(const Moment& moment) -> Sentences {
+TORCHAMP_BODY auto OrderCheck::updates(const Moment& moment) -> Sentences {
   Sentences made;
   if (is_looking()) {
     // A device may have sent what an earlier iteration has found.

@@ -47,7 +47,7 @@ namespace torchamp::detail {
 /// Known by their memory: a reference to a tensor, even a weak one, keeps what is attached to it.
 class SteppedWeights {
  public:
-  TORCHAMP_RARE static void note(const torch::optim::Optimizer& optimizer) {
+  static void note(const torch::optim::Optimizer& optimizer) {
     SteppedWeights& all = instance();
     const std::scoped_lock lock(all.mutex_);
     std::erase_if(all.memory_, [](const auto& one) { return one.second.is_gone(); });
@@ -74,7 +74,7 @@ class SteppedWeights {
 };
 
 /// The weights that `scaled` is computed from.
-TORCHAMP_COLD void OrderCheck::add_leaves(const at::Tensor& scaled) {
+TORCHAMP_BODY void OrderCheck::add_leaves(const at::Tensor& scaled) {
   constexpr std::size_t most = std::size_t{1} << 16;
   std::unordered_set<const torch::autograd::Node*> seen;
   std::vector<torch::autograd::Node*> next;
@@ -113,7 +113,7 @@ inline bool OrderCheck::moves_gradients() const {
 
 /// Whether `weight` has the values of one that an optimizer of the scaler steps. Reads a device,
 /// once in a scaler's life, before a warning.
-TORCHAMP_COLD bool OrderCheck::is_copy(const at::Tensor& weight) const {
+TORCHAMP_BODY bool OrderCheck::is_copy(const at::Tensor& weight) const {
   const InternalOps guard;
   for (const Handled& one : handled_) {
     for (const TensorSnapshot& parameter : one.parameters) {
@@ -128,7 +128,7 @@ TORCHAMP_COLD bool OrderCheck::is_copy(const at::Tensor& weight) const {
   return false;
 }
 
-TORCHAMP_COLD bool OrderCheck::steps_beside(const Moment& moment) const {
+TORCHAMP_BODY bool OrderCheck::steps_beside(const Moment& moment) const {
   if (moment.knows_scale || moment.is_fixed) return false;
   std::vector<at::Tensor> written;
   for (const auto& [address, one] : trained_) {

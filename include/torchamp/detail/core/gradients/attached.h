@@ -56,6 +56,8 @@ struct WeightMeta : c10::BackendMeta {
   virtual void refuse_plain_step(ErrorPlace /*where*/) const {}
   /// The program has dropped the gradient.
   virtual void note_gradient_dropped() {}
+  /// The optimizer's parameter was given a gradient; `times`: gradients_moved() after that.
+  virtual void note_gradient_taken(uint64_t times) { moved = times; }
 };
 
 using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;

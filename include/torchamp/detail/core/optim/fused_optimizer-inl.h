@@ -24,6 +24,7 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
+#include "torchamp/detail/core/gradients/separate.h"
 #include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/optim.h"
 #include "torchamp/version.h"
@@ -242,6 +243,7 @@ TORCHAMP_BODY at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scal
                                                      const at::Tensor& found_inf) {
   check_scalar(grad_scale, "grad_scale");
   check_scalar(found_inf, "found_inf");
+  if (grad_scale.defined()) detail::separate_gradients(*this);  // the kernels write quotients
   step_and_forget_clip({.product = grad_scale}, found_inf, /*is_exact=*/false);
   return {};
 }
@@ -260,6 +262,7 @@ TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
                        "FusedOptimizer::divide_next_step: no divisor was given.");
   check_scalar(divisor, "divisor");
   const detail::InternalOps internal;
+  detail::separate_gradients(*this);  // the next step's kernels write quotients
   deferred_clip_.add(*this, {divisor});
 }
 

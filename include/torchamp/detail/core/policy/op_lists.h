@@ -88,19 +88,38 @@ inline constexpr std::string_view one_dtype_in_place_ops[] = {
     "scatter_add_"sv, "scatter_reduce_"sv, "masked_scatter_"sv, "put_"sv, "addmm_"sv, "addmv_"sv,
     "addbmm_"sv, "baddbmm_"sv, "mm.out"sv, "bmm.out"sv, "mv.out"sv, "matmul.out"sv, "addmm.out"sv,
     "addmv.out"sv, "addbmm.out"sv, "baddbmm.out"sv, "linear.out"sv};
+/// Ops by which optimizers and training loops write to weights: see Note [Writes in a region].
+inline constexpr std::string_view weight_writing_ops[] = {
+    "add_"sv, "sub_"sv, "mul_"sv, "div_"sv, "addcmul_"sv, "addcdiv_"sv, "lerp_"sv, "copy_"sv,
+    "neg_"sv, "pow_"sv, "clamp_"sv, "clamp_min_"sv, "clamp_max_"sv, "fill_"sv, "zero_"sv,
+    "normal_"sv, "uniform_"sv, "random_"sv, "bernoulli_"sv, "index_add_"sv, "index_copy_"sv,
+    "index_fill_"sv, "index_put_"sv, "_index_put_impl_"sv, "index_reduce_"sv, "scatter_"sv,
+    "scatter_add_"sv, "scatter_reduce_"sv, "masked_fill_"sv, "masked_scatter_"sv, "put_"sv,
+    "addmm_"sv, "addmv_"sv, "addr_"sv, "addbmm_"sv, "baddbmm_"sv, "renorm_"sv,
+    "embedding_renorm_"sv, "set_"sv, "_foreach_add_"sv, "_foreach_sub_"sv, "_foreach_mul_"sv,
+    "_foreach_div_"sv, "_foreach_addcmul_"sv, "_foreach_addcdiv_"sv, "_foreach_lerp_"sv,
+    "_foreach_copy_"sv, "_foreach_neg_"sv, "_foreach_zero_"sv, "_foreach_clamp_min_"sv,
+    "_foreach_clamp_max_"sv, "_fused_sgd_"sv, "_fused_adam_"sv, "_fused_adamw_"sv,
+    "_fused_adagrad_"sv};
 // clang-format on
 
 // clang-format off
-/// See Note [Sums in 16 bits].
+/// See Note [Sums in 16 bits]. ("name." is the overload without a name.)
 inline constexpr std::string_view index_sum_ops[] = {
     "index_add"sv, "index_put"sv, "_unsafe_index_put"sv, "_unsafe_masked_index_put_accumulate"sv,
     "put"sv, "index_reduce"sv, "scatter_add"sv, "scatter.reduce"sv, "scatter.value_reduce"sv,
-    "scatter_reduce"sv, "segment_reduce"sv, "col2im"sv, "addbmm"sv};
+    "scatter_reduce"sv, "segment_reduce"sv, "col2im"sv, "addbmm."sv};
 inline constexpr std::string_view gather_ops[] = {
     "index"sv, "_unsafe_index"sv, "_unsafe_masked_index"sv, "index_select"sv, "take"sv,
     "embedding"sv, "im2col"sv, "unfold_copy"sv, "avg_pool2d"sv, "_adaptive_avg_pool2d"sv,
     "adaptive_max_pool2d"sv, "max_pool2d_with_indices"sv};
 inline constexpr std::string_view gather_of_one_dtype_ops[] = {"embedding_bag"sv};
+/// Products that LibTorch has on no list. The other overload of _flash_attention_forward takes fp8.
+inline constexpr std::string_view unlisted_product_ops[] = {
+    "_grouped_mm"sv, "_scaled_dot_product_attention_math"sv,
+    "_scaled_dot_product_flash_attention_for_cpu"sv, "_scaled_dot_product_efficient_attention"sv,
+    "_scaled_dot_product_cudnn_attention"sv, "_scaled_dot_product_fused_attention_overrideable"sv,
+    "_efficient_attention_forward"sv, "_cudnn_attention_forward"sv, "_flash_attention_forward."sv};
 /// Ops with a `dtype` argument whose backward formulas compute in the dtype of the result. For the
 /// rule fp32 they are asked for fp32, which saves the cast of the input. The formulas of all other
 /// ops with such an argument (norms) compute in the dtype of the input, so that is cast.
@@ -134,7 +153,12 @@ inline constexpr std::string_view fill_ops[] = {"masked_fill.Scalar"};
 inline constexpr std::string_view noisy_ops[] = {"rrelu"};
 /// See Note [Binary cross entropy].
 inline constexpr std::string_view probability_loss_ops[] = {"binary_cross_entropy"};
-/// See Note [Recurrent layers].
+// Note [Recurrent layers]
+// On CUDA, lstm, gru, rnn_tanh and rnn_relu end in _cudnn_rnn, whose autocast kernel casts to fp16
+// whatever the region's dtype is. So where CUDA's lists are followed, Policy::standard() casts the
+// layers' own arguments. The casts of the weights then do not lie in one piece of memory as cuDNN
+// wants them: each call puts them together, with a warning, which is dropped. On a CPU an LSTM ends
+// in oneDNN's; for CPUs that oneDNN has none for, see runs_lstm().
 inline constexpr std::string_view recurrent_layer_ops[] = {"lstm", "gru", "rnn_tanh", "rnn_relu"};
 
 // Note [Compiled code]
@@ -210,6 +234,7 @@ inline constexpr OpFamily complex_view("complex_view", complex_view_ops);
 inline constexpr OpFamily index_sum("index_sum", index_sum_ops);
 inline constexpr OpFamily gather("gather", gather_ops);
 inline constexpr OpFamily gather_of_one_dtype("gather_of_one_dtype", gather_of_one_dtype_ops);
+inline constexpr OpFamily unlisted_product("unlisted_product", unlisted_product_ops);
 inline constexpr OpFamily cpu_promoted("cpu_promoted", cpu_promoted_ops);
 inline constexpr OpFamily promoted("promoted", promoted_ops);
 inline constexpr OpFamily one_dtype("one_dtype", one_dtype_ops);
@@ -225,7 +250,6 @@ inline constexpr OpFamily weight_writing("weight_writing", weight_writing_ops);
 enum class Where : std::uint8_t {
   always,
   no_native_kernel,  ///< where LibTorch has no autocast kernel of its own for the op
-  no_16_bit_layer,   ///< where a CPU has no such layer: see Note [Recurrent layers]
   call_is_refused,   ///< for calls that LibTorch refuses: see Note [What LibTorch refuses]
   call_sums,         ///< for calls that sum; other calls follow the rule promote
   backward_sums,     ///< always, and the backward pass in fp32: see Note [Sums in 16 bits]
@@ -258,7 +282,8 @@ inline constexpr StandardRow standard_rows[] = {
     {promoted, {Cast::promote}},
     {safe_softmax, {Cast::fp32}},
     {probability_loss, {Cast::fp32}},
-    {recurrent_layer, {Cast::lower_precision}, /*on_cpu=*/{Cast::fp32, Where::no_16_bit_layer}},
+    {unlisted_product, {Cast::lower_precision, Where::no_native_kernel}},
+    {recurrent_layer, {Cast::lower_precision}, /*on_cpu=*/{}},
     {decomposition, {Cast::fp32, Where::no_native_kernel}},
     {fp32_only, {Cast::fp32, Where::no_native_kernel}},
     {sparse, {Cast::fp32, Where::no_native_kernel}},
@@ -376,7 +401,7 @@ inline bool kernel_lowers(const c10::OperatorName& op, at::DeviceType device) {
 }
 
 /// What that kernel does; native if this is not known.
-TORCHAMP_RARE inline Cast effect_of_native(const c10::OperatorName& op, at::DeviceType device) {
+inline Cast effect_of_native(const c10::OperatorName& op, at::DeviceType device) {
   if (kernel_lowers(op, device)) return Cast::lower_precision;
   if (facts_of(device).follows_cuda_lists) return listed_cast(op);
   if (is_among(cpu_fp32_ops, base_of(op))) return Cast::fp32;

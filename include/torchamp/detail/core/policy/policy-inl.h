@@ -12,23 +12,22 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-TORCHAMP_COLD Policy Policy::standard() {
+TORCHAMP_BODY Policy Policy::standard() {
   return Policy(detail::unedited(detail::BaseTable::standard));
 }
 
-TORCHAMP_COLD Policy Policy::torch() {
+TORCHAMP_BODY Policy Policy::torch() {
   return Policy(detail::unedited(detail::BaseTable::torch));
 }
 
-TORCHAMP_COLD Policy& Policy::edit(Cast rule, const OpNames& ops, const When& when,
-                                   std::shared_ptr<const detail::OpRule> op_rule) {
+TORCHAMP_BODY Policy& Policy::edit(Cast rule, const OpNames& ops, const When& when) {
   auto edited = std::make_shared<detail::PolicyData>(*data_);
-  detail::add_edit(*edited, rule, ops, when, std::move(op_rule));
+  detail::add_edit(*edited, rule, ops, when);
   if (edited->edits.size() != data_->edits.size()) data_ = std::move(edited);
   return *this;
 }
 
-TORCHAMP_COLD Cast Policy::common_rule(const char* call, std::string_view op, at::DeviceType device,
+TORCHAMP_BODY Cast Policy::common_rule(const char* call, std::string_view op, at::DeviceType device,
                                        bool in_effect) const {
   (void)detail::device_index(device, call);
   const auto overloads = detail::find_ops(op, call);

@@ -18,7 +18,6 @@
 
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/policy/op_lists.h"
-#include "torchamp/detail/core/policy/recurrent_layers.h"
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/schema.h"
 
@@ -40,24 +39,14 @@ inline const Edit* last_that_holds(const std::vector<Edit>& edits,
   return nullptr;
 }
 
-/// Whether a rule is for CPUs without a 16-bit recurrent layer, and the device has it. Warns, once,
-/// where such a rule holds.
-inline bool is_for_cpus_without_layers(const CallRule& rule, at::DeviceType device,
-                                       at::ScalarType dtype) {
-  if (rule.where != Where::no_16_bit_layer) return false;
-  if (has_recurrent_layers(device, dtype)) return true;
-  warn_of_recurrent_layers_in_fp32(dtype);
-  return false;
-}
-
-TORCHAMP_COLD CallRule PolicyData::decide(const KernelRule& of_kernel, at::DeviceType device,
+TORCHAMP_BODY CallRule PolicyData::decide(const KernelRule& of_kernel, at::DeviceType device,
                                           const OpCall& call) const {
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
   CallRule rule = of_kernel;
   const Edit* const edit = last_that_holds(edits, *of_kernel.conditional, dtype, call);
   if (edit != nullptr) rule = {.cast = edit->cast, .op_rule = edit->op_rule.get()};
   const bool is_for_scripts = of_kernel.in_scripts_only && torch::jit::currentCallstack().empty();
-  if (is_for_scripts || is_for_cpus_without_layers(rule, device, dtype)) rule = {};
+  if (is_for_scripts) rule = {};
   announce(choice_scope, to_string(rule.cast));
   rule.decided_by_call = true;
   return rule;
@@ -68,7 +57,7 @@ TORCHAMP_COLD CallRule PolicyData::decide(const KernelRule& of_kernel, at::Devic
 /// By the names of ops without their overloads: "mm" of "mm.out".
 using StandardTable = std::unordered_map<std::string_view, std::vector<StandardEntry>>;
 
-TORCHAMP_RARE inline StandardTable make_standard_table() {
+inline StandardTable make_standard_table() {
   StandardTable table;
   table.reserve(512);  // names: one growth instead of seven
   for (const StandardRow& row : standard_rows) {
@@ -88,7 +77,7 @@ TORCHAMP_RARE inline StandardTable make_standard_table() {
   return table;
 }
 
-TORCHAMP_COLD const StandardEntry* standard_entry(const c10::OperatorName& op) {
+TORCHAMP_BODY const StandardEntry* standard_entry(const c10::OperatorName& op) {
   static const auto& table = *new StandardTable(make_standard_table());  // never destroyed
   const auto found = table.find(base_of(op));
   if (found == table.end()) return nullptr;
@@ -98,7 +87,7 @@ TORCHAMP_COLD const StandardEntry* standard_entry(const c10::OperatorName& op) {
   return nullptr;
 }
 
-TORCHAMP_COLD TabledOp::TabledOp(c10::OperatorHandle overload) : op(std::move(overload)) {
+TORCHAMP_BODY TabledOp::TabledOp(c10::OperatorHandle overload) : op(std::move(overload)) {
   const StandardEntry* const entry = standard_entry(op.operator_name());
   if (entry == nullptr || !(entry->may_alias || why_not_castable(op.schema()).empty())) return;
   rule = entry->rule;
@@ -127,12 +116,9 @@ inline TableRule unconditional_rule(const PolicyData& policy, const OverloadRule
   return {edited->cast == Cast::native ? libtorch_rule(of.op, device) : edited->cast};
 }
 
-TORCHAMP_COLD Cast lookup_rule(const PolicyData& policy, const c10::OperatorHandle& op,
+TORCHAMP_BODY Cast lookup_rule(const PolicyData& policy, const c10::OperatorHandle& op,
                                at::DeviceType device) {
-  const TableRule rule = unconditional_rule(policy, policy.edited(op), TabledOp(op), device);
-  const bool holds = rule.where != Where::no_16_bit_layer ||
-                     !has_recurrent_layers(device, at::autocast::get_autocast_dtype(device));
-  return holds ? rule.cast : libtorch_rule(op, device);
+  return unconditional_rule(policy, policy.edited(op), TabledOp(op), device).cast;
 }
 
 /// Whether LibTorch would cast the op's arguments, or those of ops that it calls.
@@ -172,7 +158,7 @@ inline bool is_called_by_compiled_code(const c10::OperatorHandle& op, at::Device
   return is_among(compiled_code_ops, base_of(op.operator_name())) && !has_native_kernel(op, device);
 }
 
-TORCHAMP_COLD KernelRule kernel_rule(const PolicyData& policy, const TabledOp& of,
+TORCHAMP_BODY KernelRule kernel_rule(const PolicyData& policy, const TabledOp& of,
                                      at::DeviceType device) {
   static const auto& no_edits = *new std::vector<std::size_t>;  // never destroyed
   const OverloadRules* const edited = policy.edited(of.op);
@@ -189,13 +175,13 @@ TORCHAMP_COLD KernelRule kernel_rule(const PolicyData& policy, const TabledOp& o
   of_kernel.in_scripts_only = has_rule && is_called_by_compiled_code(of.op, device);
   if (has_conditions) {
     of_kernel.conditional = &edited->conditional;
-  } else if (of_kernel.in_scripts_only || of_kernel.where == Where::no_16_bit_layer) {
+  } else if (of_kernel.in_scripts_only) {
     of_kernel.conditional = &no_edits;
   }
   return of_kernel;
 }
 
-TORCHAMP_COLD void for_each_candidate(const PolicyData& policy,
+TORCHAMP_BODY void for_each_candidate(const PolicyData& policy,
                                       c10::function_ref<void(const TabledOp&)> function) {
   if (policy.base == BaseTable::standard) {
     for (const c10::OperatorHandle& op : all_ops()) {
@@ -258,18 +244,20 @@ inline void add(PolicyData& policy, Edit edit, const std::vector<std::string>& r
   policy.edits.push_back(std::move(edit));
 }
 
-TORCHAMP_COLD void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
+TORCHAMP_BODY std::shared_ptr<const OpRule> make_fp8_rule(std::string_view options) {
+  TORCHAMP_CHECK(fp8_rule_maker != nullptr,
+                 "Policy::set: the rule fp8 needs torchamp/labs/fp8.h. Include it in some source "
+                 "file.");
+  return fp8_rule_maker(options);
+}
+
+TORCHAMP_BODY void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
                             std::shared_ptr<const OpRule> op_rule) {
   const CastRow* const row = row_of(rule);
   TORCHAMP_CHECK(row != nullptr, "Policy::set: ", static_cast<int>(rule),
                  " is not a rule of Cast.");
-  const std::string call = "Policy::" + std::string(row->name);
-  if (rule == Cast::fp8 && op_rule == nullptr) {
-    TORCHAMP_CHECK(
-        fp8_rule_maker != nullptr,
-        "Policy::set: the rule fp8 needs torchamp/fp8.h. Include it in some source file.");
-    op_rule = fp8_rule_maker();
-  }
+  const std::string call = (rule == Cast::fp8 ? "torchamp::" : "Policy::") + std::string(row->name);
+  if (rule == Cast::fp8 && op_rule == nullptr) op_rule = make_fp8_rule("");
   TORCHAMP_CHECK(!when.dtype || is_16_bit(*when.dtype) || *when.dtype == at::kFloat, call,
                  ": When::dtype is ", c10::toString(*when.dtype),
                  ", but no region has that dtype. Pass torch::kHalf, torch::kBFloat16 or, for CUDA "

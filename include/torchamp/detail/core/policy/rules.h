@@ -47,7 +47,7 @@ class OpRuleUsage {
   virtual void warn_if_unused() const = 0;
 };
 
-/// How torchamp/fp8.h carries out the rule fp8 of a policy, options included. Immutable.
+/// How torchamp/labs/fp8.h carries out the rule fp8 of a policy, options included. Immutable.
 class OpRule {
  public:
   virtual ~OpRule() = default;
@@ -69,8 +69,9 @@ class OpRule {
       const std::shared_ptr<OpRuleUsage>& outer) const = 0;
 };
 
-/// The rule of Cast::fp8 without options, which torchamp/fp8.h registers; or null.
-using MakeOpRule = std::shared_ptr<const OpRule> (*)();
+/// The rule of Cast::fp8 with options as in a policy's text ("recipe=rowwise strict"), which
+/// torchamp/labs/fp8.h registers; or null.
+using MakeOpRule = std::shared_ptr<const OpRule> (*)(std::string_view options);
 inline MakeOpRule fp8_rule_maker = nullptr;
 
 // ---- A policy's contents ------------------------------------------------------------------------
@@ -252,6 +253,8 @@ KernelRule kernel_rule(const PolicyData& policy, const TabledOp& op, at::DeviceT
 void for_each_candidate(const PolicyData& policy,
                         c10::function_ref<void(const TabledOp&)> function);
 
+/// The rule of Cast::fp8 with these options. Error: fp8_rule_maker is null.
+std::shared_ptr<const OpRule> make_fp8_rule(std::string_view options);
 /// Adds an edit: see Policy::set. Where it throws, `policy` is as it was. `op_rule`: of the rule
 /// fp8, whose own by default.
 void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,

@@ -19,7 +19,7 @@
 
 namespace torchamp::detail {
 
-TORCHAMP_COLD std::vector<c10::OperatorHandle> all_ops() {
+TORCHAMP_BODY std::vector<c10::OperatorHandle> all_ops() {
   struct Listener final : c10::OpRegistrationListener {
     std::vector<c10::OperatorHandle>& ops;
     explicit Listener(std::vector<c10::OperatorHandle>& into) : ops(into) {}
@@ -104,7 +104,7 @@ class OpCatalog final : public c10::OpRegistrationListener {
   std::unordered_multimap<std::string_view, c10::OperatorHandle> ops_;
 };
 
-TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,
+TORCHAMP_BODY std::vector<c10::OperatorHandle> find_ops(std::string_view text,
                                                         std::string_view call, bool missing_ok) {
   const auto colons = text.find("::");
   const auto dot = text.find('.', colons == text.npos ? 0 : colons);
@@ -135,7 +135,7 @@ TORCHAMP_COLD std::vector<c10::OperatorHandle> find_ops(std::string_view text,
   return {};  // not reached
 }
 
-TORCHAMP_COLD std::string_view why_not_castable(const c10::FunctionSchema& schema) {
+TORCHAMP_BODY std::string_view why_not_castable(const c10::FunctionSchema& schema) {
   constexpr std::string_view writes =
       "it writes to an argument (an in-place or out= form), which a cast would replace by a copy";
   const std::string_view name = schema.name();

@@ -22,6 +22,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <type_traits>
@@ -97,9 +98,10 @@ struct DeviceAutocastState {
 
 // Note [Weights that are kept]
 // LibTorch caches casts of weights for a region. Other caches are extras: casts (weight_cache.h)
-// and 8-bit forms (fp8.h) are in a store of the process (detail/extras/weights/derived.h), to which
-// the core reports events as KeptWeights, and writes of its own as Note [Weights that are written]
-// says. Who casts weights for a region is a WeightCasts. All are null without these extras.
+// and other forms of weights are in a store of the process (detail/extras/weights/derived.h). The
+// core reports events to it as KeptWeights, and writes of its own: see
+// Note [Weights that are written]. Who casts weights for a region is a WeightCasts. All are null
+// without these extras.
 
 /// How long something that was made of a weight is kept.
 struct WeightKeep {
@@ -154,9 +156,36 @@ class WeightCasts {
   ~WeightCasts() = default;
 };
 
-/// Those of torchamp/weight_cache.h, which registers them; null where no source file includes that.
+/// Who casts weights for torchamp/weight_cache.h, which registers it; null if no source file
+/// includes that header.
 inline const WeightCasts* registered_weight_casts = nullptr;
-inline const WeightCasts* registered_casts_together = nullptr;
+
+// ---- Products on CPUs ---------------------------------------------------------------------------
+
+/// Whose kernels compute products of a 16-bit dtype on CPUs: see Note [Products on CPUs].
+enum class ProductKernels : std::uint8_t { undecided, libtorch, fp32 };
+
+/// The kinds of products, for each of which a CPU may be slow in 16 bits.
+enum class ProductFamily : std::uint8_t { matrices, convolutions, layers };
+inline constexpr std::size_t product_families = 3;
+
+/// One family of products in one dtype.
+struct ProductState {
+  std::atomic<ProductKernels> kernels = ProductKernels::undecided;
+  std::optional<bool> is_slow;  // by LibTorch's kernels; unset: not measured
+};
+
+/// By family. The runtime's mutex guards all that is not atomic.
+struct CpuProductsState {
+  std::array<ProductState, product_families> fp16, bf16;
+  std::optional<ProductKernels> choice;  // undecided: the faster; unset: the environment's, unread
+  std::array<bool, product_families> are_registered{};
+
+  /// fp16 or bf16.
+  std::array<ProductState, product_families>& of(at::ScalarType dtype) {
+    return dtype == at::kHalf ? fp16 : bf16;
+  }
+};
 
 // ---- The runtime --------------------------------------------------------------------------------
 
@@ -185,10 +214,12 @@ struct KnownKernel {
 struct SharedRuntime {
   using Kernels = std::unordered_map<c10::OperatorName, KnownKernel>;
 
-  std::mutex mutex;  // guards `kernels`, registering them, and making `kept_weights`
+  std::mutex mutex;  // guards `kernels`, registering kernels, and making `kept_weights`
   std::array<Kernels, device_count> kernels;  // by device
 
   std::atomic<KeptWeights*> kept_weights = nullptr;  // never freed, like the runtime
+
+  CpuProductsState cpu_products;
 
   const std::string slot_text = "torchamp policy";
   const std::string_view slot_name = slot_text;

@@ -39,7 +39,7 @@ inline bool has_others(const OptimizerState& state, const GradScalerOptions& opt
 }
 
 /// Makes found_inf the flag of all processes, once.
-TORCHAMP_COLD void agree(OptimizerState& state, LossScale& scale) {
+TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale) {
   if (state.agreement != OptimizerState::Agreement::none) return;
   const GradScalerOptions& options = scale.options();
   if (has_others(state, options)) {

@@ -55,8 +55,6 @@ inline void check_options(const GradScalerOptions& options) {
   check_growth_interval(call, options.growth_interval);
   check_option(options.hysteresis >= 1, call, "the hysteresis", options.hysteresis,
                "It is 1 (lower the scale at once) or more.");
-  check_option(options.overflow_tolerance >= 0. && options.overflow_tolerance <= 1., call,
-               "overflow_tolerance", options.overflow_tolerance, "It is a fraction from 0 to 1.");
   check_option(options.growth_tracker_start <= 0 &&
                    options.growth_tracker_start >= std::numeric_limits<int32_t>::min(),
                call, "growth_tracker_start", options.growth_tracker_start,

@@ -7,7 +7,9 @@
 #include <ATen/ops/_amp_update_scale.h>
 #include <ATen/ops/full.h>
 
+#include <cstddef>
 #include <cstdint>
+#include <iterator>
 
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/scaler/scale_memory.h"
@@ -68,30 +70,36 @@ class TorchUpdate final : public DeviceUpdate {
   at::Tensor growth_tracker_;  // 0-dim int32
 };
 
+/// The number of row `i`.
+template <class Number>
+Number& number_of(ScaleMemory<Number>& memory, std::size_t i) {
+  return memory.*scale_memory_rows<Number>[i].number;
+}
+template <class Number>
+const Number& number_of(const ScaleMemory<Number>& memory, std::size_t i) {
+  return memory.*scale_memory_rows<Number>[i].number;
+}
+
 /// Any update: the host's formula on tensors.
 class FormulaUpdate final : public DeviceUpdate {
  public:
   FormulaUpdate(const ScaleMemory<double>& values, const at::Tensor& scale)
       : number_(scale.options().dtype(number_type_on(scale.device()))) {
-    for_each_number([this](const char*, at::Tensor& tensor,
-                           double value) { tensor = at::full({}, value, number_); },
-                    memory_, values);
+    for (std::size_t i = 0; i < rows; ++i)
+      number_of(memory_, i) = at::full({}, number_of(values, i), number_);
     memory_.scale = memory_.skips = at::Tensor();  // they are the scaler's
   }
 
   void set(const ScaleMemory<double>& values) override {
-    for_each_number(
-        [](const char*, at::Tensor& tensor, double value) {
-          if (tensor.defined()) tensor.fill_(value);
-        },
-        memory_, values);
+    for (std::size_t i = 0; i < rows; ++i) {
+      if (number_of(memory_, i).defined()) number_of(memory_, i).fill_(number_of(values, i));
+    }
   }
   void read(ScaleMemory<double>& values) const override {
-    for_each_number(
-        [](const char*, double& value, const at::Tensor& tensor) {
-          if (tensor.defined()) value = tensor.item<double>();
-        },
-        values, memory_);
+    for (std::size_t i = 0; i < rows; ++i) {
+      if (number_of(memory_, i).defined())
+        number_of(values, i) = number_of(memory_, i).item<double>();
+    }
   }
   void limit_growth_tracker(int64_t last) override { memory_.growth_tracker.clamp_max_(last); }
 
@@ -102,14 +110,14 @@ class FormulaUpdate final : public DeviceUpdate {
     before.skips = skips.to(number_);
     const ScaleMemory<at::Tensor> after = after_update(options, before, found_inf != 0.);
     scale.copy_(after.scale);  // a number that stays is copied onto itself
-    for_each_number(
-        [](const char*, at::Tensor& tensor, const at::Tensor& number) {
-          if (tensor.defined()) tensor.copy_(number);
-        },
-        memory_, after);
+    for (std::size_t i = 0; i < rows; ++i) {
+      if (number_of(memory_, i).defined()) number_of(memory_, i).copy_(number_of(after, i));
+    }
   }
 
  private:
+  static constexpr std::size_t rows = std::size(scale_memory_rows<double>);
+
   at::TensorOptions number_;
   ScaleMemory<at::Tensor> memory_;  // without the scale and the skips
 };

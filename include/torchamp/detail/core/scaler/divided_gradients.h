@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <list>
 #include <typeinfo>
 #include <unordered_map>
@@ -38,11 +39,11 @@ namespace torchamp::detail {
 /// The gradients that the optimizers of an iteration have divided, or left to their steps to
 /// divide. Not safe to use from several threads at once.
 class DividedGradients {
-  enum class Part { divided, mixed, scaled };
+  enum class Part : std::uint8_t { divided, mixed, scaled };
 
   struct Owner {
-    OptimizerIdentity optimizer;
-    const std::type_info* type;  // for errors
+    OptimizerIdentity optimizer{};
+    const std::type_info* type = nullptr;  // for errors
     Snapshot parameters{}, gradients{};
     std::vector<Part> parts{};  // of the gradients
     bool any_changed = false;   // by a backward
@@ -76,15 +77,24 @@ class DividedGradients {
   void note(const torch::optim::Optimizer& optimizer) {
     for (Owner& other : owners_) other.release(optimizer);
     Owner& owner = owner_of(optimizer);
-    owner.parameters = Snapshot(walk_parameters(optimizer));
-    owner.gradients = Snapshot(walk_gradients(optimizer));
+    owner.parameters.take(walk_parameters(optimizer));
+    owner.gradients.take(walk_gradients(optimizer));
     owner.parts.assign(owner.gradients.size(), Part::divided);
     owner.any_changed = false;
   }
-  TORCHAMP_RARE void forget(const torch::optim::Optimizer& optimizer) {
+  void forget(const torch::optim::Optimizer& optimizer) {
     std::erase_if(owners_, [&](const Owner& owner) { return owner.optimizer.is(optimizer); });
   }
-  void clear() { owners_.clear(); }
+  /// Keeps the lists' memory for the next iteration.
+  void clear() {
+    for (Owner& owner : owners_) {
+      owner.optimizer = {};
+      owner.parameters.clear();
+      owner.gradients.clear();
+      owner.parts.clear();
+    }
+    spare_.splice(spare_.begin(), owners_);
+  }
 
   /// Whether a scaled backward has changed a gradient of `optimizer`, which still has it, after it
   /// was divided for any optimizer.
@@ -115,8 +125,8 @@ class DividedGradients {
 
   /// Throws if `optimizer`, whose gradients are about to be divided, has one that is divided for
   /// another optimizer, or mixed. `writes_count`: what was written to since is no longer divided.
-  TORCHAMP_RARE void check_divided_once(const torch::optim::Optimizer& optimizer, const char* call,
-                                        bool writes_count) const {
+  void check_divided_once(const torch::optim::Optimizer& optimizer, const char* call,
+                          bool writes_count) const {
     const auto is_other = [&](const Owner& owner) { return !owner.optimizer.is(optimizer); };
     if (std::none_of(owners_.begin(), owners_.end(), is_other)) return;
     std::unordered_map<const c10::TensorImpl*, std::size_t> places;
@@ -178,7 +188,11 @@ class DividedGradients {
   }
   Owner& owner_of(const torch::optim::Optimizer& optimizer) {
     if (const Owner* const owner = find(optimizer)) return const_cast<Owner&>(*owner);
-    return owners_.emplace_back(Owner{OptimizerIdentity(optimizer), &typeid(optimizer)});
+    if (spare_.empty()) spare_.emplace_back();
+    owners_.splice(owners_.end(), spare_, spare_.begin());
+    owners_.back().optimizer = OptimizerIdentity(optimizer);
+    owners_.back().type = &typeid(optimizer);
+    return owners_.back();
   }
 
   [[noreturn]] static void fail(const torch::optim::Optimizer& optimizer, const char* call,
@@ -201,6 +215,7 @@ class DividedGradients {
   }
 
   std::list<Owner> owners_;  // in order of appearance
+  std::list<Owner> spare_;   // for later ones
 };
 
 }  // namespace torchamp::detail

@@ -60,7 +60,7 @@ TORCHAMP_BODY void restore_scaler(GradScaler& scaler, const char* call,
 
 }  // namespace detail
 
-TORCHAMP_COLD GradScaler::GradScaler(GradScalerOptions options)
+TORCHAMP_BODY GradScaler::GradScaler(GradScalerOptions options)
     : scale_(std::move(options)), ledger_(scale_) {}
 TORCHAMP_BODY GradScaler::GradScaler(GradScaler&&) noexcept = default;
 TORCHAMP_BODY GradScaler& GradScaler::operator=(GradScaler&&) noexcept = default;
@@ -70,7 +70,7 @@ TORCHAMP_BODY at::Tensor GradScaler::scale(const at::Tensor& outputs) {
   return is_enabled() ? scale(at::TensorList(outputs)).front() : outputs;
 }
 
-TORCHAMP_COLD std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
+TORCHAMP_BODY std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) {
   std::vector<at::Tensor> scaled = outputs.vec();
   if (!is_enabled() || outputs.empty()) return scaled;
   for (const at::Tensor& output : outputs) {
@@ -116,7 +116,7 @@ TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   ledger_.note_unscaled(optimizer, state);
 }
 
-TORCHAMP_COLD StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
+TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   TORCHAMP_CHECK(
       dynamic_cast<const torch::optim::LBFGS*>(&optimizer) == nullptr,
       "GradScaler::step: LBFGS evaluates the loss by itself. Call step(scaler, "
@@ -164,7 +164,7 @@ TORCHAMP_BODY void GradScaler::discard(const torch::optim::Optimizer& optimizer)
   ledger_.discard(optimizer);
 }
 
-TORCHAMP_COLD void GradScaler::update() {
+TORCHAMP_BODY void GradScaler::update() {
   if (!is_enabled()) return;
   scale_.check_created("update");
   TORCHAMP_CHECK(ledger_.optimizers.within_iteration(),

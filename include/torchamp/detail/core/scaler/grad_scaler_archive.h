@@ -8,8 +8,10 @@
 #include <algorithm>
 #include <cstdint>
 #include <exception>
+#include <sstream>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "torchamp/detail/core/base/checksum.h"
 #include "torchamp/detail/core/base/text.h"
@@ -39,11 +41,7 @@ inline int64_t read_int(torch::serialize::InputArchive& archive, const std::stri
   return read_number(archive, key, &c10::IValue::isInt, "Int").toInt();
 }
 
-/// A count that may be missing: an older version, or a program, did not write it.
-inline double read_count(torch::serialize::InputArchive& archive, const std::string& key,
-                         double otherwise) {
-  c10::IValue value;
-  if (!archive.try_read(key, value)) return otherwise;
+inline double read_count(torch::serialize::InputArchive& archive, const std::string& key) {
   const int64_t count = read_int(archive, key);
   TORCHAMP_CHECK_VALUE(count >= 0, "GradScaler::load: \"", key, "\" is ", count,
                        ", a negative count.");
@@ -52,17 +50,69 @@ inline double read_count(torch::serialize::InputArchive& archive, const std::str
   return static_cast<double>(count);
 }
 
-/// Of all that a file holds: LibTorch does not see that a file's bytes have changed.
-inline int64_t checksum_of(const GradScalerState& state, const ScaleMemory<double>& rest) {
+// Note [What an archive of a scaler holds]
+// The state of torch.amp, torchamp's own numbers under the names of their rows, and in
+// "torchamp_numbers" the list of these names. The checksum is of what the list names: LibTorch does
+// not see that a file's bytes have changed. An archive of an earlier version has no list, or a
+// shorter one; the numbers that it lacks are as initially. A number that is listed and has no row
+// is of a later version.
+
+/// The rows of torchamp's own numbers.
+inline auto own_rows() {
+  std::vector<ScaleMemoryRow<double>> rows;
+  for (const auto& row : scale_memory_rows<double>) {
+    if (row.kind == ScaleMemoryRow<double>::Kind::count) rows.push_back(row);
+  }
+  return rows;
+}
+
+inline int64_t checksum_of(const GradScalerState& state, const std::vector<double>& numbers) {
   Checksum sum;
-  const auto add = [&](const char*, double value) { sum.add(&value, sizeof value); };
-  add("scale", state.scale);
-  add("growth_factor", state.growth_factor);
-  add("backoff_factor", state.backoff_factor);
-  add("growth_interval", static_cast<double>(state.growth_interval));
-  add("growth_tracker", static_cast<double>(state.growth_tracker));
-  for_each_own_number(add, rest);
+  const auto add = [&](double value) { sum.add(&value, sizeof value); };
+  add(state.scale);
+  add(state.growth_factor);
+  add(state.backoff_factor);
+  add(static_cast<double>(state.growth_interval));
+  add(static_cast<double>(state.growth_tracker));
+  for (const double number : numbers) add(number);
   return static_cast<int64_t>(sum.value());
+}
+
+/// Reads torchamp's own numbers into `rest`, which has the initial ones, and compares the checksum.
+inline void read_own_numbers(torch::serialize::InputArchive& archive, const GradScalerState& state,
+                             ScaleMemory<double>& rest) {
+  constexpr const char* damaged =
+      "GradScaler::load: the archive is damaged: its values are not those that were saved.";
+  c10::IValue list, checksum, number;
+  const bool has_list = archive.try_read("torchamp_numbers", list);
+  TORCHAMP_CHECK(!has_list || list.isString(), damaged);
+  // The numbers of archives without a list, of which this version uses some. A program may have
+  // written less.
+  std::istringstream names(has_list ? list.toStringRef()
+                                    : "torchamp_credit torchamp_since_change torchamp_overflows "
+                                      "torchamp_skips_in_a_row");
+  std::vector<double> numbers;
+  for (std::string name; names >> name;) {
+    const auto rows = own_rows();
+    const auto row =
+        std::find_if(rows.begin(), rows.end(), [&](const auto& one) { return one.name == name; });
+    const bool is_held = archive.try_read(name, number);
+    TORCHAMP_CHECK(!has_list || is_held, damaged);
+    TORCHAMP_CHECK(row != rows.end() || !has_list,
+                   "GradScaler::load: the archive was saved by a later version of torchamp, whose "
+                   "GradScaler also remembers \"",
+                   name,
+                   "\". Load it with that version, or continue with a new "
+                   "GradScaler({.init_scale = ",
+                   state.scale, "}), which has the archive's scale.");
+    double count = row == rows.end() ? 0. : rest.*row->number;
+    if (is_held) count = read_count(archive, name);
+    if (row != rows.end()) rest.*row->number = count;
+    numbers.push_back(count);
+  }
+  TORCHAMP_CHECK(!archive.try_read("torchamp_checksum", checksum) ||
+                     (checksum.isInt() && checksum.toInt() == checksum_of(state, numbers)),
+                 damaged);
 }
 
 template <>
@@ -91,12 +141,15 @@ struct ScalerArchive<GradScaler> {
     archive.write("backoff_factor", c10::IValue(state.backoff_factor));
     archive.write("growth_interval", c10::IValue(state.growth_interval));
     archive.write("growth_tracker", c10::IValue(state.growth_tracker));
-    for_each_own_number(
-        [&](const char* name, double count) {
-          archive.write(name, c10::IValue(static_cast<int64_t>(count)));
-        },
-        values);
-    archive.write("torchamp_checksum", c10::IValue(checksum_of(state, values)));
+    std::string names;
+    std::vector<double> numbers;
+    for (const auto& row : own_rows()) {
+      numbers.push_back(values.*row.number);
+      archive.write(row.name, c10::IValue(static_cast<int64_t>(numbers.back())));
+      names += names.empty() ? row.name : std::string(" ") + row.name;
+    }
+    archive.write("torchamp_numbers", c10::IValue(names));
+    archive.write("torchamp_checksum", c10::IValue(checksum_of(state, numbers)));
   }
 
   static void load(GradScaler& scaler, torch::serialize::InputArchive& archive) {
@@ -112,18 +165,13 @@ struct ScalerArchive<GradScaler> {
                                 .growth_tracker = read_int(archive, "growth_tracker")};
     ScaleMemory<double> rest = initial_memory(scaler.options());
     const double full_credit = rest.credit;
-    for_each_own_number(
-        [&](const char* name, double& count) { count = read_count(archive, name, count); }, rest);
-    c10::IValue samples, checksum;
+    c10::IValue samples;
     TORCHAMP_CHECK(!archive.try_read("torchamp_samples", samples),
                    "GradScaler::load: the archive was saved from a scaler with "
                    "GradScalerOptions::predictive(), which torchamp does not have. Continue "
                    "with a new GradScaler({.init_scale = ",
                    state.scale, "}), which has the archive's scale.");
-    TORCHAMP_CHECK(
-        !archive.try_read("torchamp_checksum", checksum) ||
-            (checksum.isInt() && checksum.toInt() == checksum_of(state, rest)),
-        "GradScaler::load: the archive is damaged: its values are not those that were saved.");
+    read_own_numbers(archive, state, rest);
     rest.credit = std::min(rest.credit, full_credit);
     restore_scaler(scaler, "GradScaler::load", state, std::move(rest));
   }

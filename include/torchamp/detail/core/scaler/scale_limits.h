@@ -28,8 +28,7 @@ class ScaleLimits {
   static Met met(const GradScalerOptions& options, const ScaleMemory<double>& before,
                  const ScaleMemory<double>& after) {
     const auto skips = static_cast<int64_t>(after.skips);
-    // since_change is 0 only where the scale was lowered or grew; a bad iteration has lowered it.
-    const bool lowered = options.dynamic && skips > 0 && after.since_change == 0.;
+    const bool lowered = options.dynamic && skips > 0 && after.credit <= 0.;
     return {.min_scale = lowered && before.scale <= options.min_scale,
             .skips_in_a_row = reaches_limit(options, skips),
             .scale = after.scale,

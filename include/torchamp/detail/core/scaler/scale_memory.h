@@ -1,38 +1,63 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <cstddef>
+#include <iterator>
+
+#include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
 
 /// What a scale update remembers from one iteration to the next. Number is double on the host, and
-/// a 0-dim tensor on a device, so that one text of the update serves both.
+/// a 0-dim tensor on a device, so that one text of the update serves both. Each number has its row
+/// in scale_memory_rows.
 template <class Number>
 struct ScaleMemory {
   Number scale;
   Number growth_tracker;
-  Number credit;        ///< bad iterations that are still forgiven, plus one
-  Number since_change;  ///< iterations since the scale last changed
-  Number overflows;     ///< bad ones since it was last lowered
-  Number skips;         ///< bad ones in a row
+  Number credit;  ///< bad iterations that are still forgiven, plus one
+  Number skips;   ///< bad iterations in a row
 };
 
-/// Calls `f(name, number...)` for each number that torch.amp does not have, in all `memories`. The
-/// names are those in archives, and the order that of their checksum.
-template <class F, class... Memories>
-void for_each_own_number(const F& f, Memories&... memories) {
-  f("torchamp_credit", memories.credit...);
-  f("torchamp_since_change", memories.since_change...);
-  f("torchamp_overflows", memories.overflows...);
-  f("torchamp_skips_in_a_row", memories.skips...);
-}
+/// All that is to be known of a number in ScaleMemory.
+template <class Number>
+struct ScaleMemoryRow {
+  enum class Kind {
+    state,  ///< torch.amp has it, too: part of GradScalerState
+    count,  ///< torchamp's own, a whole number that is not negative
+  };
+  const char* name;  ///< in archives
+  Kind kind;
+  Number ScaleMemory<Number>::*number;
+  double (*initial)(const GradScalerOptions& options);
+  /// Whether the update with these options depends on it, besides the scale and growth_tracker.
+  bool (*wanted)(const GradScalerOptions& options);
+};
 
-/// The same for all numbers.
-template <class F, class... Memories>
-void for_each_number(const F& f, Memories&... memories) {
-  f("scale", memories.scale...);
-  f("growth_tracker", memories.growth_tracker...);
-  for_each_own_number(f, memories...);
-}
+/// One row for each number, in the order of the archives' checksum. A new number is a member above,
+/// a row at the end, and its effect in after_update(): archives of earlier versions, which do not
+/// hold it, then leave it as it is initially.
+template <class Number>
+inline constexpr ScaleMemoryRow<Number> scale_memory_rows[] = {
+    {"scale", ScaleMemoryRow<Number>::Kind::state, &ScaleMemory<Number>::scale,
+     [](const GradScalerOptions& options) -> double {
+       return static_cast<float>(options.init_scale);
+     },
+     [](const GradScalerOptions& /*options*/) { return false; }},
+    {"growth_tracker", ScaleMemoryRow<Number>::Kind::state, &ScaleMemory<Number>::growth_tracker,
+     [](const GradScalerOptions& options) {
+       return static_cast<double>(options.growth_tracker_start);
+     },
+     [](const GradScalerOptions& /*options*/) { return false; }},
+    {"torchamp_credit", ScaleMemoryRow<Number>::Kind::count, &ScaleMemory<Number>::credit,
+     [](const GradScalerOptions& options) { return static_cast<double>(options.hysteresis); },
+     [](const GradScalerOptions& options) { return options.hysteresis != 1; }},
+    {"torchamp_skips_in_a_row", ScaleMemoryRow<Number>::Kind::count, &ScaleMemory<Number>::skips,
+     [](const GradScalerOptions& /*options*/) { return 0.; },
+     [](const GradScalerOptions& /*options*/) { return false; }},
+};
+static_assert(std::size(scale_memory_rows<double>) * sizeof(double) == sizeof(ScaleMemory<double>),
+              "Each number has a row.");
 
 }  // namespace torchamp::detail

@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 
 #include "torchamp/detail/core/scaler/scale_memory.h"
 #include "torchamp/grad_scaler_options.h"
@@ -47,19 +48,17 @@ inline at::Tensor as_fp32(const at::Tensor& x) {
 
 /// What an update starts from.
 inline ScaleMemory<double> initial_memory(const GradScalerOptions& options) {
-  return {.scale = static_cast<float>(options.init_scale),
-          .growth_tracker = static_cast<double>(options.growth_tracker_start),
-          .credit = static_cast<double>(options.hysteresis),
-          .since_change = 0.,
-          .overflows = 0.,
-          .skips = 0.};
+  ScaleMemory<double> memory{};
+  for (const auto& row : scale_memory_rows<double>) memory.*row.number = row.initial(options);
+  return memory;
 }
 
-/// Whether ATen's kernel for torch.amp is the whole update. It keeps no credit and no rate of
-/// overflows.
+/// Whether ATen's kernel for torch.amp is the whole update. It keeps none of torchamp's own
+/// numbers.
 inline bool is_torch_update(const GradScalerOptions& options) {
-  return options.dynamic && options.hysteresis == 1 && options.overflow_tolerance == 0. &&
-         options.growth_tracker_start == 0;
+  return options.dynamic && options.growth_tracker_start == 0 &&
+         std::none_of(std::begin(scale_memory_rows<double>), std::end(scale_memory_rows<double>),
+                      [&](const auto& row) { return row.wanted(options); });
 }
 
 /// What is remembered after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor):
@@ -73,20 +72,11 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
   if (!options.dynamic) return after;
 
   const auto full_credit = static_cast<double>(options.hysteresis);
-  const bool good_refills = options.hysteresis_refill != HysteresisRefill::growth;
   after.growth_tracker =
       choose(bad, static_cast<double>(options.growth_tracker_start), before.growth_tracker + 1.);
-  const Number spent = clamp(before.credit - 1., 0., full_credit);
-  if (good_refills) {
-    after.credit = choose(bad, spent, full_credit);
-  } else {
-    after.credit = choose(bad, spent, before.credit);
-  }
-  after.since_change = before.since_change + 1.;
-  after.overflows = choose(bad, before.overflows + 1., before.overflows);
+  after.credit = choose(bad, clamp(before.credit - 1., 0., full_credit), before.credit);
 
-  const Bool lowers = bad & (after.credit <= 0.) &
-                      (after.overflows / after.since_change >= options.overflow_tolerance);
+  const Bool lowers = bad & (after.credit <= 0.);
   // The tracker was below the interval (set_growth_interval() and restore() see to that), and
   // starts at 0 or less, so a bad iteration does not grow.
   const Bool grows = after.growth_tracker == static_cast<double>(options.growth_interval);
@@ -97,12 +87,7 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
       choose(isfinite(raised), clamp(raised, options.min_scale, options.max_scale), before.scale);
   after.scale = choose(lowers, lowered, choose(grows, kept, before.scale));
   after.growth_tracker = choose(grows, 0., after.growth_tracker);
-  after.since_change = choose(lowers | grows, 0., after.since_change);
-  after.overflows = choose(lowers, 0., after.overflows);
-  after.credit = choose(grows, full_credit, after.credit);  // growth refills in any case
-  if (options.hysteresis_refill == HysteresisRefill::good_or_backed_off) {
-    after.credit = choose(lowers, full_credit, after.credit);
-  }
+  after.credit = choose(grows, full_credit, after.credit);
   return after;
 }
 

@@ -12,7 +12,7 @@
 
 namespace torchamp::detail {
 
-TORCHAMP_COLD torch::autograd::variable_list ScaledLoss::operator()(
+TORCHAMP_BODY torch::autograd::variable_list ScaledLoss::operator()(
     const torch::autograd::variable_list& gradients) {
   const std::scoped_lock lock(backward_->mutex);
   const bool checks = backward_->check && backward_->check->is_looking();

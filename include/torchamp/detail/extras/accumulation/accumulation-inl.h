@@ -21,6 +21,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/clip_calls.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
+#include "torchamp/detail/extras/shared/master_gradients.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/version.h"
 
@@ -60,6 +61,14 @@ inline void Accumulation::add_in_place(const at::Tensor& scaled) {
   }
   stage_ = Stage::adding;
   scaled.backward();
+  // Later gradients are added in fp32, too. Gradients that a reducer has not averaged stay in the
+  // model, where it finds them.
+  const bool is_last = window_->pending + 1 == micro_batches_;
+  if (!is_last && !(detail::any_has_left_local &&
+                    detail::any_parameter(optimizer_, detail::has_local_gradient))) {
+    detail::take_model_gradients(optimizer_);
+  }
+  detail::separate_window_gradients(optimizer_);
   stage_ = Stage::open;
   note_gradients();
   ++window_->pending;

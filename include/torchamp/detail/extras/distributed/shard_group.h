@@ -126,8 +126,8 @@ class ShardGroup final : public StoredShards {
     sharded->load(written);
     for_each_state(*sharded, *whole, [&](const State& own, void* key, std::size_t w) {
       auto state = own.clone();
-      for_each_tensor_of(optimizer, *state,
-                         [&](at::Tensor& tensor) { tensor = joined_state(w, tensor, writes); });
+      for_each_tensor_in_state(
+          optimizer, *state, [&](at::Tensor& tensor) { tensor = joined_state(w, tensor, writes); });
       if (writes) whole->state()[key] = std::move(state);
     });
     if (writes) gathered_[&optimizer] = whole;
@@ -155,8 +155,8 @@ class ShardGroup final : public StoredShards {
     }
     for_each_state(*whole, *sharded, [&](const State& all, void* key, std::size_t w) {
       auto state = all.clone();
-      for_each_tensor_of(optimizer, *state,
-                         [&](at::Tensor& tensor) { tensor = own_part(w, tensor); });
+      for_each_tensor_in_state(optimizer, *state,
+                               [&](at::Tensor& tensor) { tensor = own_part(w, tensor); });
       sharded->state()[key] = std::move(state);
     });
     torch::serialize::OutputArchive own;

@@ -297,8 +297,8 @@ inline void fit_lbfgs_state(torch::optim::LBFGSParamState& state,
 
 /// Calls f with the tensors in a state of `optimizer`, of the parameter's shape.
 template <class F>
-void for_each_tensor_of(const torch::optim::Optimizer& optimizer,
-                        torch::optim::OptimizerParamState& state, const F& f) {
+void for_each_tensor_in_state(const torch::optim::Optimizer& optimizer,
+                              torch::optim::OptimizerParamState& state, const F& f) {
   if (for_each_state_tensor(state, f)) return;
   const auto* const fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
   if (fused) fused->for_each_state_tensor(state, f);
@@ -311,7 +311,7 @@ inline void fit_state(torch::optim::Optimizer& optimizer) {
   for (const at::Tensor& parameter : parameters) {
     const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
     if (found == optimizer.state().end() || !found->second) continue;
-    for_each_tensor_of(optimizer, *found->second, [&](at::Tensor& tensor) {
+    for_each_tensor_in_state(optimizer, *found->second, [&](at::Tensor& tensor) {
       TORCH_CHECK(tensor.sizes() == parameter.sizes(), "it holds state of shape ", tensor.sizes(),
                   " for parameter ", &parameter - parameters.data(), ", which is ",
                   parameter.sizes(), " in the program");

@@ -178,9 +178,9 @@ inline void TrainingCheckpoint::read(torch::serialize::InputArchive& archive, bo
                 "TrainingCheckpoint::load: '", path_.string(), "' holds no '", entry.name, "'. ",
                 is_of_step(entry.name)
                     ? "It was saved by a TrainingStep without this part: give the "
-                              "TrainingStep the options that it had then (.scheduler, .masters). "
-                              "Read a TrainingCheckpoint's file by a TrainingCheckpoint."
-                            : "Add the same objects as when it was saved.");
+                      "TrainingStep the options that it had then (.scheduler, .masters). "
+                      "Read a TrainingCheckpoint's file by a TrainingCheckpoint."
+                    : "Add the same objects as when it was saved.");
     detail::rethrow_with(
         [&] {
           return c10::str("TrainingCheckpoint::load: '", entry.name, "' in '", path_.string(),

@@ -23,6 +23,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/extras/masters/split_weight.h"
+#include "torchamp/detail/extras/shared/master_gradients.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
 
 namespace torchamp::detail {
@@ -32,24 +33,6 @@ namespace torchamp::detail {
 // MasterWeightsOptions::main_gradients that hook adds the 16-bit gradient to the fp32 one and drops
 // it, so only one 16-bit gradient exists at a time. If the weight is split, the fp32 gradient is
 // the weight's own, and that node itself adds all but the first to it.
-
-/// Laid out as `weight`.
-inline at::Tensor empty_fp32_like(const at::Tensor& weight) {
-  return at::empty_like(weight, weight.options().dtype(at::kFloat).requires_grad(false));
-}
-
-/// Adds `gradient`, of 16 bits, to `sum`, in fp32 and laid out as `like`.
-inline void add_to_main(at::Tensor& sum, const at::Tensor& gradient, const at::Tensor& like) {
-  if (gradient.layout() != at::kStrided) {
-    sum = sum.defined() ? sum + gradient.to(at::kFloat) : gradient.to(at::kFloat);
-  } else if (!sum.defined()) {
-    sum = empty_fp32_like(like).copy_(gradient);
-  } else if (sum.layout() != at::kStrided) {
-    sum = gradient.to(at::kFloat) + sum;
-  } else {
-    sum.add_(gradient);
-  }
-}
 
 /// Finds a weight's fp32 gradient.
 class MainGradient {
@@ -148,14 +131,10 @@ inline void unhook_main_gradient(const at::Tensor& weight) {
 
 inline void write_split(const at::Tensor& value, const at::Tensor& high, const at::Tensor& low) {
   if (value.numel() == 0) return;
-  at::Tensor wide = value;
-  if (!(TensorKind::of(value) == TensorKind{high.device(), at::kFloat}) ||
-      value.strides() != high.strides()) {
-    wide = empty_fp32_like(high).copy_(value);
-  }
+  const at::Tensor wide = empty_fp32_like(high).copy_(value);
   SplitRuns whole(high.device());
   whole.add(in_memory_order(high.detach()), in_memory_order(low));
-  whole.split(in_memory_order(wide), SplitNaNs::as_they_are);
+  whole.split(in_memory_order(wide));
 }
 
 /// Removes the data of destroyed MasterWeights.

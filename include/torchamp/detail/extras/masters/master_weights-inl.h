@@ -139,58 +139,16 @@ inline void MasterWeights::check_takes_gradients() const {
   }
 }
 
-/// The gradients that the optimizer is to find: what it has, plus the model's in fp32. The model
-/// keeps its own meanwhile.
-inline auto MasterWeights::sum_gradients() const -> std::vector<Taken> {
-  std::vector<Taken> taken;
-  detail::TensorPairs copies, sums;  // a few launches for all
-  for (const Weight& weight : weights_) {
-    const at::Tensor& parameter = weight.parameter;
-    const at::Tensor gradient = parameter.grad();
-    const at::Tensor& owner = weight.is_split ? parameter : weight.master;
-    if (!gradient.defined() || !owner.defined()) continue;
-    // Of a split weight, backward has added to the fp32 sum.
-    if (weight.is_split && gradient.scalar_type() == at::kFloat) continue;
-    at::Tensor sum = weight.is_split ? at::Tensor() : owner.grad();
-    const bool are_dense =
-        gradient.layout() == at::kStrided && (!sum.defined() || sum.layout() == at::kStrided);
-    if (!are_dense) {
-      detail::add_to_main(sum, gradient, owner);
-    } else {
-      const at::Tensor wide = detail::empty_fp32_like(owner);
-      copies.add(wide, gradient);
-      sum.defined() ? sums.add(sum, wide) : void(sum = wide);
-    }
-    taken.push_back({parameter, owner, std::move(sum)});
-  }
-  copies.copy();
-  sums.accumulate();
-  return taken;
-}
-
-/// Moves gradients from the model to where the optimizer finds them, and tells the scaler, which
-/// looks in any_came_later() for such as came after unscale_. A split weight is the optimizer's own
-/// parameter: its gradient was there for unscale_ to divide, and is not new. Cannot fail.
-inline void MasterWeights::give_to_optimizer(std::vector<Taken> taken) {
-  if (taken.empty()) return;
-  const uint64_t times = ++detail::gradients_moved();
-  for (Taken& one : taken) {
-    if (detail::SplitWeight* const split = detail::split_of(one.parameter)) {
-      split->note_taken();
-    } else if (detail::WeightMeta* const meta = detail::weight_meta_of(one.owner)) {
-      meta->moved = times;
-    }
-    one.parameter.mutable_grad().reset();
-    one.owner.mutable_grad() = std::move(one.gradient);
-  }
-  was_taken_ = true;
-}
-
 inline void MasterWeights::take_gradients() {
   check_takes_gradients();
   warn_of_left_gradients();
   const detail::InternalOps guard;
-  give_to_optimizer(sum_gradients());
+  std::vector<detail::MovedGradient> gradients;
+  for (const Weight& weight : weights_) {
+    const at::Tensor& owner = weight.is_split ? weight.parameter : weight.master;
+    if (owner.defined()) gradients.push_back({weight.parameter, owner});
+  }
+  was_taken_ = detail::move_gradients(std::move(gradients)) || was_taken_;
 }
 
 inline void MasterWeights::zero_grad() {

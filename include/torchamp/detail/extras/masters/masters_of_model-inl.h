@@ -12,6 +12,7 @@
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/written_weights.h"
+#include "torchamp/detail/core/products/cpu_products.h"
 #include "torchamp/detail/extras/io/archives.h"
 #include "torchamp/detail/extras/shared/kept_tensors.h"
 #include "torchamp/detail/extras/shared/stable_order.h"
@@ -132,6 +133,7 @@ void MastersOfModel::list_weights(const Options& options, bool main_gradients) {
     const at::ScalarType dtype = parameter.scalar_type();
     const bool is_narrow = (dtype == at::kFloat || is_16_bit(dtype)) &&
                            !kept.contains(parameter.unsafeGetTensorImpl());
+    if (is_narrow && parameter.is_cpu()) prepare_cpu_products(options.dtype);
     weights_.push_back({std::move(name), std::move(parameter), is_narrow});
   }
   check_apart(owner_, weights_);

@@ -98,7 +98,7 @@ class SplitStep final : public StepMethod {
       }
       kernel(chunk_list, *list.scalars);
       shapes.clear();
-      runs.split(masters, SplitNaNs::usual, list.scalars->found_inf());
+      runs.split(masters);
       runs = SplitRuns(list.device);
       chunk_list = empty_chunk(list);
       room = most;

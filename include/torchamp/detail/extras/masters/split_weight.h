@@ -17,7 +17,6 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <optional>
 #include <string>
 #include <type_traits>
 #include <vector>
@@ -34,12 +33,10 @@ namespace torchamp::detail {
 //
 //     high = (bits + 0x8000) >> 16      low = int16(bits)      bits = (high << 16) + low
 //
-// modulo 2^32, so every pattern is restored: ties, denormals, -0, infs, NaNs. `high` is the master
-// rounded to the nearest bf16, ties away from zero; the largest finite values round to an inf, from
-// which `low` restores them. A NaN whose upper 16 bits are all ones except the sign, as CUDA makes
-// them, would carry into a `high` of 0 (and one of the smallest payload into an inf), so a step
-// that is taken replaces NaNs by the usual one, 0x7fc00000 or its negative. Given and loaded values
-// keep their bits, as do all in a skipped step.
+// modulo 2^32, so every number is restored: ties, denormals, -0, infs. `high` is the master rounded
+// to the nearest bf16, ties away from zero; the largest finite values round to an inf, from which
+// `low` restores them. The rounding of a NaN can carry into a `high` of 0 (CUDA's NaNs have all
+// bits but the sign set) or drop to an inf. So every NaN is stored as 0x7fc00000 or its negative.
 //
 // `low` hangs at the weight's TensorImpl, so that whoever is given the weight finds it, and so that
 // it lives as long as the weight. Gradients of split weights are fp32. Only the fused optimizers
@@ -80,6 +77,8 @@ struct SplitWeight final : WeightMeta {
                      split_needs_fused());
   }
   void note_gradient_dropped() override { was_taken = false; }
+  /// The gradient was there for unscale_ to divide, so it is not a new one.
+  void note_gradient_taken(uint64_t /*times*/) override { note_taken(); }
 
   /// Whether `low` belongs to the values of `high`: the weight may have been moved.
   bool fits(const at::Tensor& high) const {
@@ -142,9 +141,6 @@ void check_not_half_stepped(const at::Tensor& weight, const Where& where) {
               " (If there was no step: drop such gradients by the zero_grad() of MasterWeights.)");
 }
 
-/// The treatment of NaNs in splitting masters; see Note [Split weights].
-enum class SplitNaNs { as_they_are, usual };
-
 /// Consecutive runs of elements in memory order: the halves of masters, and the fp32 numbers made
 /// of them.
 class SplitRuns {
@@ -173,22 +169,15 @@ class SplitRuns {
     return wide;
   }
 
-  /// Writes masters in the layout of join(). If `skipped` (0-dim fp32) is defined and 1, NaNs are
-  /// unchanged.
-  void split(const at::Tensor& buffer, SplitNaNs nans,
-             const std::optional<at::Tensor>& skipped = std::nullopt) const {
+  /// Writes masters in the layout of join().
+  void split(const at::Tensor& buffer) const {
     const std::vector<at::Tensor> wide = cut(buffer);
     if (device_.is_cpu()) {
-      if (skipped && *skipped->const_data_ptr<float>() == 1.F) nans = SplitNaNs::as_they_are;
-      for (std::size_t i = 0; i < wide.size(); ++i) split_on_cpu(wide[i], high_[i], low_[i], nans);
+      for (std::size_t i = 0; i < wide.size(); ++i) split_on_cpu(wide[i], high_[i], low_[i]);
       return;
     }
     const at::Tensor values = buffer.narrow(0, 0, elements_);
-    if (nans == SplitNaNs::usual) {
-      at::Tensor is_nan = values.isnan();
-      if (skipped) is_nan = is_nan.logical_and_(skipped->ne(1));
-      values.masked_fill_(is_nan, std::numeric_limits<double>::quiet_NaN());
-    }
+    values.masked_fill_(values.isnan(), std::numeric_limits<double>::quiet_NaN());
     const at::Tensor bits = values.view(at::kInt);
     const at::Tensor high_bits = at::add(bits, 0x8000).bitwise_right_shift_(16);
     at::_foreach_copy_(as_int16(high_), cut(high_bits));
@@ -245,18 +234,16 @@ class SplitRuns {
     });
   }
 
-  static void split_on_cpu(const at::Tensor& wide, const at::Tensor& high, const at::Tensor& low,
-                           SplitNaNs nans) {
+  static void split_on_cpu(const at::Tensor& wide, const at::Tensor& high, const at::Tensor& low) {
     const auto* const from = static_cast<const uint32_t*>(wide.const_data_ptr());
     auto* const to_high = static_cast<uint16_t*>(high.mutable_data_ptr());
     auto* const to_low = static_cast<uint16_t*>(low.mutable_data_ptr());
-    const int32_t largest = nans == SplitNaNs::usual ? 0x7f800000 : 0x7fffffff;
     for_each_block(wide.numel(), [&](int64_t i, auto size) {
       uint32_t bits[size];
       uint16_t h[size], l[size];
       std::memcpy(bits, from + i, sizeof bits);
       for (int k = 0; k < size; ++k) {
-        const bool is_nan = static_cast<int32_t>(bits[k] & 0x7fffffffU) > largest;
+        const bool is_nan = static_cast<int32_t>(bits[k] & 0x7fffffffU) > 0x7f800000;
         const uint32_t mask = 0U - uint32_t{is_nan};
         const uint32_t kept = (bits[k] & ~(mask & 0x7fffffffU)) | (mask & 0x7fc00000U);
         h[k] = static_cast<uint16_t>((kept + 0x8000U) >> 16);

@@ -25,9 +25,7 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/schema.h"
-#include "torchamp/detail/extras/fp8/run.h"
 #include "torchamp/detail/extras/policy_text/print.h"
-#include "torchamp/fp8_options.h"
 #include "torchamp/ops.h"
 
 namespace torchamp::detail {
@@ -96,48 +94,12 @@ inline std::optional<std::string> module_of_line(std::string_view line) {
   return words.size() == 2 ? words[1] : std::string();
 }
 
-/// Sets the option `word`: "recipe=rowwise", "strict". False for an unknown option.
-inline bool set_fp8_option(std::string_view word, Fp8Options& options) {
-  if (word == "round_to_nearest") {
-    options.stochastic_rounding = false;
-    return true;
-  }
-  if (word == "strict") return options.strict = true;
-  if (word == "only_worthwhile") return options.only_worthwhile = true;
-  for (const Fp8RecipeRow& row : fp8_recipes) {
-    if (!word.starts_with("recipe=") || word.substr(7) != row.name) continue;
-    options.recipe = row.recipe;
-    return true;
-  }
-  return false;
-}
-
 /// The names of some rows, with `between` between them.
 template <class Rows, class Name>
 std::string names_of(const Rows& rows, Name name, const char* between) {
   std::vector<std::string> names;
   for (const auto& row : rows) names.emplace_back(std::invoke(name, row));
   return c10::Join(between, names);
-}
-
-/// The options in a text, separated by white space or commas. Errors: an unknown or repeated
-/// option.
-inline Fp8Options parse_fp8_options(std::string_view text) {
-  Fp8Options options;
-  std::string given = " ";
-  for (const std::string& word : split(text, " \t\r\v\f,")) {
-    if (set_fp8_option(word, options)) {
-      const std::string name = word.substr(0, word.find('='));
-      TORCH_CHECK(given.find(' ' + name + ' ') == std::string::npos, "the option '", name,
-                  "' of fp8 is given twice; leave one out");
-      given += name + ' ';
-      continue;
-    }
-    TORCH_CHECK(false, "there is no option '", word.substr(0, 60),
-                "' of fp8; the options are round_to_nearest, strict, only_worthwhile, recipe=",
-                names_of(fp8_recipes, &Fp8RecipeRow::name, ", recipe="));
-  }
-  return options;
 }
 
 /// The policies of modules, in order, by the names behind "module".
@@ -205,7 +167,7 @@ class PolicyParser {
     if (!policy_ || begins_anew) return read_base(line);
     check(!module_of_line(line), "'", shorten(line),
           "' begins the policy of a module, and this call reads a single policy. Read such a file "
-          "by torchamp::load_policies, in policy_file.h");
+          "by torchamp::load_policies, in torchamp/labs/policy_file.h");
     const auto colon = line.find(':');
     if (colon >= line.size() - 1 || line[colon + 1] == ':') {
       check(!line.starts_with("policy"), "'", shorten(line),
@@ -267,11 +229,10 @@ class PolicyParser {
     }
     const bool is_fp8 = row->cast == Cast::fp8;
     check(!is_fp8 || !is_environments_,
-          "an fp8 rule cannot come from the environment. Give it in the program, by Policy::fp8 or "
+          "an fp8 rule cannot come from the environment. Give it in the program, by fp8() or "
           "load_policy()");
     try {
-      add_edit(*policy_, row->cast, ops, when,
-               is_fp8 ? std::make_shared<Fp8Rule>(parse_fp8_options(fp8_options)) : nullptr);
+      add_edit(*policy_, row->cast, ops, when, is_fp8 ? make_fp8_rule(fp8_options) : nullptr);
     } catch (const c10::Error& error) {
       check(false, error.what_without_backtrace());
     }

@@ -9,41 +9,14 @@
 #include <string>
 
 #include "torchamp/detail/core/base/devices.h"
-#include "torchamp/detail/core/base/system.h"
-#include "torchamp/detail/extras/shared/cpu_units.h"
 #include "torchamp/training_step.h"
 
 namespace torchamp::detail {
 
-/// Whether oneDNN multiplies matrices in bf16 at full speed; ONEDNN_MAX_CPU_ISA, or
-/// DNNL_MAX_CPU_ISA, in upper or lower case, may prevent that.
-inline bool has_fast_bf16() {
-  constexpr std::array slow{"SSE41", "AVX", "AVX512_CORE", "AVX512_CORE_VNNI"};
-  const char* isa = environment_variable("ONEDNN_MAX_CPU_ISA");
-  if (!isa || *isa == '\0') isa = environment_variable("DNNL_MAX_CPU_ISA");
-  std::string most = isa ? isa : "";
-  for (char& c : most) c = c >= 'a' && c <= 'z' ? static_cast<char>(c - 'a' + 'A') : c;
-  if (most.starts_with("AVX2") || std::ranges::find(slow, most) != slow.end()) return false;
-  return cpu_has_bf16_units();
-}
-
-/// The dtype of a region on `device` where none is asked for; fp32: none.
-inline at::ScalarType default_dtype(at::DeviceType device, bool fast_bf16) {
-  if (device == at::kCUDA) return at::kHalf;
-  if (device != at::kCPU) return at::autocast::get_autocast_dtype(device);
-  return fast_bf16 ? at::kBFloat16 : at::kFloat;
-}
-
-/// The same for this machine. Says once that a CPU trains in fp32.
+/// The dtype of a region on `device` if the program selects none. 16 bits on each CPU: where its
+/// 16-bit products are slow, they take fp32's time (cpu_products.h), in half of the memory.
 inline at::ScalarType default_dtype(at::DeviceType device) {
-  const at::ScalarType dtype = default_dtype(device, device == at::kCPU && has_fast_bf16());
-  if (dtype == at::kFloat) {
-    TORCH_WARN_ONCE(
-        "TrainingStep: this CPU has no fast bf16 (x86's avx512_bf16 or AMX, Arm's bf16 or "
-        "sve_bf16), so it trains in fp32. Set "
-        ".dtype = torch::kBFloat16 to train in bf16 all the same, or torch::kFloat to say so.");
-  }
-  return dtype;
+  return device == at::kCUDA ? at::kHalf : at::autocast::get_autocast_dtype(device);
 }
 
 /// An Accumulation's messages in a TrainingStep, which drops the window after an error.

@@ -1,0 +1,46 @@
+// SPDX-License-Identifier: BSD-3-Clause
+#pragma once
+
+/// @file
+/// @brief Core. How a CPU computes products of 16-bit operands.
+
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+
+#include "torchamp/version.h"
+
+namespace TORCHAMP_NAMESPACE {
+
+/// How a CPU computes products of operands in fp16 or bf16: matrix products, convolutions,
+/// recurrent layers and the gradient of attention, forward and backward.
+enum class CpuProducts : std::uint8_t {
+  /// The faster of the two below, for each dtype; measured when the first guard needs to know.
+  fastest,
+  /// By LibTorch's kernels for 16 bits. A CPU without instructions for such products takes 5 to 100
+  /// times as long as in fp32. Where oneDNN has no LSTM in 16 bits, an LSTM throws.
+  libtorch,
+  /// In fp32: operands are converted to fp32, LibTorch's kernel for fp32 runs, and its result is
+  /// rounded once to 16 bits, as on a GPU. Products of a matrix and a vector stay LibTorch's, which
+  /// are fast and exact.
+  fp32,
+};
+
+/// Selects how the process computes products of 16-bit operands on CPUs, from the next guard on.
+/// The default is the value of the environment variable TORCHAMP_CPU_PRODUCTS (`fp32` or
+/// `libtorch`), and `fastest` if it is not set.
+///
+/// The first enabled guard for a CPU in 16 bits decides. If the products are computed in fp32, it
+/// registers kernels for the CPU with LibTorch's dispatcher: then code without guards runs them,
+/// too, as backward passes do. An op whose CPU kernel another library has replaced keeps that
+/// kernel. A process without such a guard keeps LibTorch's kernels. Any thread; never synchronises.
+void set_cpu_products(CpuProducts products);
+
+/// Returns how CPUs compute products in `dtype`, fp16 or bf16, at the next guard: `libtorch` or
+/// `fp32`. The first call for a dtype measures, in some milliseconds, unless a guard has done so.
+/// Any thread. Errors: another dtype; a bad value of TORCHAMP_CPU_PRODUCTS.
+CpuProducts cpu_products(at::ScalarType dtype);
+
+}  // namespace TORCHAMP_NAMESPACE
+
+#include "torchamp/detail/core/products/cpu_products.h"  // IWYU pragma: export
