@@ -11,6 +11,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -129,6 +130,25 @@ void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
   }
   state_ = std::move(loaded.state());
   plan_.drop();
+}
+
+template <detail::OptimizerKernel Kernel>
+std::shared_ptr<torch::optim::Optimizer> FusedOptimizerOf<Kernel>::make_counterpart() const {
+  return std::make_shared<typename Kernel::LibTorch>(detail::ParamGroups(),
+                                                     static_cast<const Options&>(*defaults_));
+}
+
+template <detail::OptimizerKernel Kernel>
+void FusedOptimizerOf<Kernel>::for_each_state_tensor(torch::optim::OptimizerParamState& state,
+                                                     c10::function_ref<void(at::Tensor&)> f) const {
+  std::size_t kinds = 0;
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    kinds = std::max(kinds, Kernel::kinds(detail::options_of<Kernel>(param_groups_[g], g)));
+  }
+  for (std::size_t k = 0; k < kinds; ++k) {
+    at::Tensor& tensor = Kernel::tensor(static_cast<State&>(state), k);
+    if (tensor.defined()) f(tensor);
+  }
 }
 
 template <detail::OptimizerKernel Kernel>
