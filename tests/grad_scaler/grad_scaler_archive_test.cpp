@@ -194,7 +194,8 @@ TEST(GradScalerArchive, WithoutTheListOfItsNumbersIsLoaded) {
   in.load_from(bytes);
   torch::serialize::OutputArchive out;
   for (const std::string& key : in.keys()) {
-    if (key == "torchamp_numbers") continue;
+    // Its checksum was of other numbers; checkpoint-0.1.pt has one.
+    if (key == "torchamp_numbers" || key == "torchamp_checksum") continue;
     c10::IValue value;
     in.read(key, value);
     out.write(key, value);
