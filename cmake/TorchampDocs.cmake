@@ -153,7 +153,7 @@ function(torchamp_add_docs)
   # One namespace, whatever the version: see version.h.
   set(DOXYGEN_MACRO_EXPANSION YES)
   set(DOXYGEN_EXPAND_ONLY_PREDEF YES)
-  set(DOXYGEN_PREDEFINED TORCHAMP_NAMESPACE=torchamp)
+  set(DOXYGEN_PREDEFINED TORCHAMP_NAMESPACE=torchamp "TORCH_ARG(T,name)=T name")
   set(DOXYGEN_HAVE_DOT NO)
   set(DOXYGEN_GENERATE_LATEX NO)
   set(DOXYGEN_GENERATE_TREEVIEW YES)

@@ -48,7 +48,7 @@ class Workload {
   virtual bool recompute() { return false; }
 
   /// From now on linear layers are those of torch::nn::Linear, which adds the bias of an input with
-  /// three dimensions in an op. False: this model has no such layers.
+  /// three dimensions in an op. False: this model cannot.
   virtual bool add_biases_apart() { return false; }
 };
 

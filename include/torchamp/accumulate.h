@@ -210,7 +210,7 @@ class Accumulation {
   std::size_t gradients_ = 0;  // after the last backward()
   detail::Snapshot snapshot_;  // theirs
   uint64_t taken_ = 0;         // by masters until then
-  uint64_t began_at_ = 0;      // with drop_bad: the window, by ClipCalls::now()
+  uint64_t noted_at_ = 0;      // the time of that; with drop_bad, of the first
   bool is_clear_ = false;      // with drop_bad: the gradients were, when the last call returned
   bool warned_ = false, warned_of_local_ = false;
   std::function<void()> before_unscale_, before_step_;

@@ -18,6 +18,7 @@
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/clip_calls.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
+#include "torchamp/detail/core/gradients/multiply.h"
 #include "torchamp/detail/core/gradients/norm.h"
 #include "torchamp/detail/core/gradients/shards.h"
 #include "torchamp/detail/core/gradients/unscale.h"
@@ -30,9 +31,10 @@
 /// Clips gradients like torch.nn.utils.clip_grad_norm_ and clip_grad_value_. None of these
 /// functions synchronises, and the number of kernels, apart from those within ATen's own, does
 /// not grow with the number of gradients. If some gradients are on the host and others on a
-/// device, the host waits for the norm. Parameters without a gradient are ignored; a gradient
-/// given twice counts once. The norm of shards of ShardedMasterWeights is that of all processes,
-/// which call it together.
+/// device, the host waits for the norm. Parameters without a gradient are ignored; a parameter
+/// given twice counts once. If the gradients of two parameters share memory, a clone replaces one
+/// of them, and the norm counts both. The norm of shards of ShardedMasterWeights is that of all
+/// processes, which call it together.
 ///
 /// With a GradScaler, gradients are clipped as if they had not been scaled. Either unscale first
 /// and then clip,
@@ -104,17 +106,21 @@ inline at::Tensor clip_divisor(const at::Tensor& norm, double max_norm) {
   return excess.clamp_min(1.);
 }
 
-/// Multiplies all gradients in place by a 0-dim tensor: a few kernels for each device and dtype.
+/// Multiplies all gradients in place by a 0-dim tensor: a few kernels for each device and dtype. If
+/// memory runs out, no gradient has been written.
 inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor& factor) {
+  std::vector<Multiplication> multiplications;
+  multiplications.reserve(batches.size());
   for (const GradientBatch& batch : batches) {
     const at::Tensor here = to_device_async(batch.device, factor);
     if (batch.dtype == at::kFloat || is_16_bit(batch.dtype)) {
-      at::Tensor unused = at::zeros({}, at::TensorOptions(batch.device).dtype(at::kFloat));
-      multiply_batch(batch, here.to(at::kFloat), unused);
+      const at::Tensor unused = at::zeros({}, at::TensorOptions(batch.device).dtype(at::kFloat));
+      multiplications.emplace_back(batch, here.to(at::kFloat), unused);
     } else {  // by a factor that may have fp64's precision
-      at::_foreach_mul_(batch.gradients, here);
+      multiplications.emplace_back(batch, here);
     }
   }
+  for (Multiplication& multiplication : multiplications) multiplication.run();
 }
 
 // Note [One read for norm and check]

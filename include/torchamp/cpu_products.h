@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief How a CPU computes products of 16-bit operands.
+/// @brief Core. How a CPU computes products of 16-bit operands.
 
 #include <c10/core/ScalarType.h>
 

@@ -330,8 +330,8 @@ inline c10::Device CudaGraph::check_optimizers() const {
     TORCH_CHECK_TYPE(
         dynamic_cast<ScaledStep*>(&optimizer),
         "CudaGraph: an ordinary optimizer decides on the host whether and how to step, "
-        "which a graph cannot hold. Use torchamp's FusedAdam, FusedAdamW, FusedSGD or "
-        "FusedAdagrad, or another one that implements ScaledStep.");
+        "which a graph cannot hold. Use torchamp's ",
+        detail::FusedNames::text(), ", or another one that implements ScaledStep.");
     detail::any_parameter(optimizer, [&](const at::Tensor& parameter) {
       TORCH_CHECK_VALUE(!device || *device == parameter.device(),
                         "CudaGraph: there are parameters on ", *device, " and on ",

@@ -121,7 +121,7 @@ class GradScaler {
   /// the scale lives: pass one on the parameters' device, since with a scale on the host and
   /// gradients elsewhere the check has to wait. An fp16 or bf16 scalar is returned in fp32, which
   /// can hold the product; other shapes keep their dtype. If the scale is fixed at 1
-  /// (skip_non_finite()), `outputs` is returned unchanged. Error: a tensor that this scaler has
+  /// (skip_non_finite()), `outputs` is returned unchanged. Error: a loss that this scaler has
   /// already scaled.
   at::Tensor scale(const at::Tensor& outputs);
 
@@ -131,9 +131,10 @@ class GradScaler {
 
   /// Divides the gradients of all groups of `optimizer` by the scale, in place, so that the program
   /// can clip or inspect them; step() then does not. Once per optimizer between two calls of
-  /// update(), after the last backward(), since gradients added later stay scaled. Errors: fp16
-  /// gradients (before any is changed), a second call, a call after step(), a gradient that another
-  /// optimizer's unscale_ or step has divided in this iteration.
+  /// update(), after the last backward(), since gradients added later stay scaled. If gradients of
+  /// two parameters share memory, unscale_ and step() first replace one of them by a clone. Errors:
+  /// fp16 gradients (before any is changed), a second call, a call after step(), a gradient that
+  /// another optimizer's unscale_ or step has divided in this iteration.
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// Unscales the gradients if unscale_ has not, and calls `optimizer.step()` unless one is inf or
@@ -142,8 +143,7 @@ class GradScaler {
   /// `optimizer.step()` throws, step() may be called again. Within a region, later ops use the new
   /// weights. Errors: LBFGS, which needs a closure (step() in closure_step.h); gradients that
   /// appeared after unscale_ had found none, that MasterWeights::take_gradients() made after it, or
-  /// of a parameter that was added to the optimizer after it; a fused optimizer two of whose
-  /// parameters share a gradient, unless unscale_ has divided it; a gradient that another
+  /// of a parameter that was added to the optimizer after it; a gradient that another
   /// optimizer's unscale_ or step has divided in this iteration.
   StepResult step(torch::optim::Optimizer& optimizer);
 

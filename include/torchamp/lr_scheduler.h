@@ -90,6 +90,7 @@ class WarmupScheduler : public torch::optim::LRScheduler {
   /// 1 at 0, and 0 at 1.
   virtual double decay(double progress) const = 0;
 
+  /// The rates of the next step, for LRScheduler::step().
   std::vector<double> get_lrs() override {
     add_new_groups();
     return rates_after(step_count_ + 1);

@@ -195,13 +195,14 @@ class MasterWeights final : public detail::MastersOfModel {
 
   /// After backward(): adds the model's 16-bit gradients to the masters' gradients, in fp32, and
   /// frees them. Call it after each micro-batch to accumulate in fp32, as an Accumulation does
-  /// itself, or once after several, which accumulates in 16 bits. With DistributedDataParallel::no_sync(), call it once, after the last:
-  /// only the model's gradients are averaged. Call it before GradScaler::unscale_: in the
-  /// before_unscale() of an Accumulation. Two passes over all parameters (one if the masters have
-  /// no gradients yet). An error if the optimizer has changed the masters since the last
-  /// copy_to_model() (with LibTorch's own SGD, whose writes autograd does not see, only if a
-  /// GradScaler took the step). Warns once if a fused optimizer's zero_grad() was called between
-  /// two backward passes with these gradients. Does nothing with `.main_gradients`.
+  /// itself, or once after several, which accumulates in 16 bits. With
+  /// DistributedDataParallel::no_sync(), call it once, after the last: only the model's gradients
+  /// are averaged. Call it before GradScaler::unscale_: in the before_unscale() of an Accumulation.
+  /// Two passes over all parameters (one if the masters have no gradients yet). An error if the
+  /// optimizer has changed the masters since the last copy_to_model() (with LibTorch's own SGD,
+  /// whose writes autograd does not see, only if a GradScaler took the step). Warns once if a fused
+  /// optimizer's zero_grad() was called between two backward passes with these gradients. Does
+  /// nothing with `.main_gradients`.
   inline void take_gradients() override;
 
   /// Clears the gradients of the model and of parameters(). Call it before backward() instead of

@@ -125,7 +125,9 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
     const auto write = [&](const auto& value) { archive.write(names[next++], written(value)); };
     std::apply([&](const auto&... value) { (write(value), ...); }, all(*this));
   }
+  /// The learning rate, for LibTorch's schedulers.
   double get_lr() const override { return lr(); }
+  /// Sets the learning rate, for LibTorch's schedulers.
   void set_lr(const double lr) override { lr_ = lr; }
 
   /// Whether all options are equal.
@@ -138,10 +140,12 @@ struct MuonParamState : public torch::optim::OptimizerCloneableParamState<MuonPa
   TORCH_ARG(at::Tensor, momentum_buffer);
 
  public:
+  /// Reads the momentum, if the archive has one.
   void serialize(torch::serialize::InputArchive& archive) override {
     c10::IValue stored;
     if (archive.try_read("momentum_buffer", stored)) momentum_buffer_ = stored.toTensor();
   }
+  /// Writes the momentum, if there is one.
   void serialize(torch::serialize::OutputArchive& archive) const override {
     if (momentum_buffer_.defined()) {
       archive.write("momentum_buffer", c10::IValue(momentum_buffer_));

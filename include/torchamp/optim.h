@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/core/grad_mode.h>
 #include <c10/util/Exception.h>
+#include <c10/util/FunctionRef.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
@@ -76,6 +77,19 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
     add_with_options(group);
     note_weights();
   }
+
+  /// Whether a step treats each element of a parameter independently, so that shards of a parameter
+  /// can be stepped.
+  virtual bool is_elementwise() const { return false; }
+
+  /// For the library's own headers: an optimizer that reads and writes the archives of this one,
+  /// with its defaults and without groups; null if there is none.
+  virtual std::shared_ptr<torch::optim::Optimizer> make_counterpart() const { return nullptr; }
+
+  /// For the library's own headers: calls `f` with the tensors in a state of this optimizer, of the
+  /// parameter's shape, so far as they are defined.
+  virtual void for_each_state_tensor(torch::optim::OptimizerParamState& /*state*/,
+                                     c10::function_ref<void(at::Tensor&)> /*f*/) const {}
 
   /// Makes the next step divide the present gradients by `divisor` (0-dim fp32, on any device), on
   /// top of the scale and of earlier divisors; costs one multiplication of two numbers. A divisor
@@ -184,6 +198,11 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   /// moves it to its parameters' device and dtype. If the archive belongs to another optimizer or
   /// other parameters, throws and changes nothing.
   void load(torch::serialize::InputArchive& archive) override;
+
+  bool is_elementwise() const override { return Kernel::elementwise; }
+  std::shared_ptr<torch::optim::Optimizer> make_counterpart() const override;
+  void for_each_state_tensor(torch::optim::OptimizerParamState& state,
+                             c10::function_ref<void(at::Tensor&)> f) const override;
 
   bool prepare_captured_step() override;
   bool may_be_captured() const override { return rates_on_device_; }

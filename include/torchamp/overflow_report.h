@@ -11,6 +11,7 @@
 #include <concepts>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <ostream>
 #include <string>
 #include <tuple>
@@ -33,7 +34,9 @@ struct Overflow {
   int64_t infs = 0;                   ///< elements that are inf or -inf
   int64_t nans = 0;                   ///< elements that are NaN
   int64_t elements = 0;               ///< all; of a sparse gradient, those stored
-  double largest_finite = 0.;         ///< absolute value, scaled or unscaled as stored
+  /// The largest absolute value of a finite element, scaled or unscaled as stored; at most the
+  /// largest fp64 number.
+  double largest_finite = 0.;
 };
 
 /// The result of overflow_report().
@@ -57,8 +60,12 @@ inline at::Tensor count_non_finite(const at::Tensor& values) {
       resolved(values).to(values.is_complex() ? at::kComplexDouble : at::kDouble);
   const at::Tensor inf = wide.isinf();
   const at::Tensor nan = wide.isnan().logical_and(inf.logical_not());  // inf + NaN i is an inf
-  return at::stack({inf.sum().to(at::kDouble), nan.sum().to(at::kDouble),
-                    wide.abs().masked_fill(inf.logical_or(nan), 0.).max()});
+  // The absolute value of a finite complex number may be more than fp64 holds.
+  const at::Tensor largest = wide.abs()
+                                 .masked_fill(inf.logical_or(nan), 0.)
+                                 .max()
+                                 .clamp_max(std::numeric_limits<double>::max());
+  return at::stack({inf.sum().to(at::kDouble), nan.sum().to(at::kDouble), largest});
 }
 
 /// Infs and NaNs of tensors, counted where they lie and read together.

@@ -38,9 +38,9 @@ namespace TORCHAMP_NAMESPACE {
 class Policy {
  public:
   /// fp16 (or bf16) for matmul, conv and linear ops; fp32 for additions, reductions, sums over
-  /// indices and windows (see Note [Sums in 16 bits]) and binary_cross_entropy (see Note [Binary
-  /// cross entropy]); LibTorch's own kernels for the rest,
-  /// and where a device lacks a kernel for an op on LibTorch's CUDA lists, the rule of that list.
+  /// indices and windows (see Note [Sums in 16 bits]) and binary_cross_entropy (see
+  /// Note [Binary cross entropy]); LibTorch's own kernels for the rest, and where a device lacks a
+  /// kernel for an op on LibTorch's CUDA lists, the rule of that list.
   /// Calls that LibTorch would reject for their dtypes are cast as Note [What LibTorch refuses]
   /// says; other in-place and out= forms are unchanged. Sums of gradients that autograd makes keep
   /// their dtype: see Note [Sums of gradients].

@@ -11,7 +11,6 @@
 #include "torchamp/detail/core/autocast/environment.h"
 #include "torchamp/detail/extras/policy_text/parse.h"
 #include "torchamp/detail/extras/policy_text/print.h"
-#include "torchamp/labs/fp8.h"
 #include "torchamp/policy.h"
 #include "torchamp/version.h"
 

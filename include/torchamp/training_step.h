@@ -16,6 +16,7 @@
 
 #include <algorithm>
 #include <concepts>
+#include <cstddef>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -32,6 +33,7 @@
 #include "torchamp/detail/extras/accumulation/accumulation.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/detail/extras/shared/model.h"
+#include "torchamp/detail/extras/shared/optimizer_set.h"
 #include "torchamp/detail/extras/training/one_caller.h"
 #include "torchamp/detail/extras/training/parts.h"
 #include "torchamp/grad_scaler.h"
@@ -76,8 +78,9 @@ struct TrainingStepOptions {
   /// eval() of the model or of a part of it. Each micro-batch of a window is a graph. With a group
   /// an error, or with `when_possible` a warning, after which all goes on eagerly.
   detail::Choice<detail::CaptureOption> capture = {};
-  /// A learning rate scheduler, or a function that creates one for the optimizer. Stepped after
-  /// each step that was not skipped; finding out synchronises, also with a fused optimizer.
+  /// A learning rate scheduler, several in braces, or a function that creates one for an optimizer
+  /// and is called for each. Stepped after each step that was not skipped; finding out
+  /// synchronises, also with a fused optimizer.
   detail::Choice<detail::SchedulerOption> scheduler = {};
   /// A file (torchamp/training_log.h) that gets the step, loss, scale, skips, norm and time of each
   /// step, late enough not to wait for a device.
@@ -115,29 +118,43 @@ class TrainingStep {
   using NamedParameters = detail::NamedTensors;
   /// Inputs of an iteration that can be captured.
   using Tensors = detail::Tensors;
+  /// Several optimizers.
+  using Optimizers = std::vector<std::reference_wrapper<torch::optim::Optimizer>>;
 
   /// `model`: a module, a pointer to one, a holder, or a torch::jit::Module.
   TrainingStep(const detail::Model& model, torch::optim::Optimizer& optimizer,
                TrainingStepOptions options = {})
+      : TrainingStep(model, Optimizers{optimizer}, std::move(options)) {}
+
+  /// Several optimizers: `TrainingStep train(model, {muon, adamw})`. All of them step, or none: if
+  /// a gradient of one of them is not finite, all skip. (torch.amp decides for each optimizer; for
+  /// that, use a GradScaler.) `max_grad_norm` bounds the norm of all gradients together. If one of
+  /// the optimizers is not a ScaledStep, each step synchronises, as with that one alone. If a step
+  /// throws, earlier optimizers have stepped. Errors: no optimizer; a parameter in two of them.
+  TrainingStep(const detail::Model& model, Optimizers optimizers, TrainingStepOptions options = {})
       : TrainingStep(model, std::move(options), /*makes=*/false, [&](const NamedParameters&) {
-          return std::shared_ptr<torch::optim::Optimizer>(std::shared_ptr<void>(), &optimizer);
+          const std::shared_ptr<void> unowned;
+          detail::OptimizerPointers pointers;
+          for (torch::optim::Optimizer& one : optimizers) pointers.emplace_back(unowned, &one);
+          return pointers;
         }) {}
 
   /// `factory` creates the optimizer for the masters' parameters, or the model's, and returns a
   /// pointer to it: `[](auto parameters) { return std::make_unique<FusedAdamW>(parameters, …); }`.
+  /// For several optimizers it returns a std::vector of pointers.
   /// Its parameter is a std::vector of tensors or NamedParameters.
   template <class Factory>
   requires(!std::derived_from<std::remove_cvref_t<Factory>, torch::optim::Optimizer>)
       TrainingStep(const detail::Model& model, Factory factory, TrainingStepOptions options = {})
       : TrainingStep(
             model, std::move(options), /*makes=*/true,
-            [&](const NamedParameters& named) -> std::shared_ptr<torch::optim::Optimizer> {
+            [&](const NamedParameters& named) -> detail::OptimizerPointers {
               if constexpr (detail::MakesOptimizerOf<Factory, Tensors>) {
                 Tensors parameters;
                 for (const auto& item : named) parameters.push_back(item.second);
-                return factory(std::move(parameters));
+                return detail::pointers_of(factory(std::move(parameters)));
               } else if constexpr (detail::MakesOptimizerOfNames<Factory>) {
-                return factory(named);
+                return detail::pointers_of(factory(named));
               } else {
                 static_assert(
                     detail::is_never<Factory>,
@@ -145,7 +162,7 @@ class TrainingStep {
                     "pointer to one), or a function that creates one and returns a pointer "
                     "to it: [](auto parameters) { return "
                     "std::make_unique<torchamp::FusedAdamW>(parameters); }");
-                return nullptr;
+                return {};
               }
             }) {}
 
@@ -259,22 +276,35 @@ class TrainingStep {
     auto checkpoint = checkpoint_of<Checkpoint>("load", path);
     return group_ ? group_->load(checkpoint) : checkpoint.load();
   }
-  /// Adds the same to your own checkpoint, as "model", "optimizer", "scaler", "scheduler" and
+  /// Adds the same to your own checkpoint, as "model", "optimizer", "scaler", "scheduler" (of more
+  /// optimizers and schedulers also "optimizer2", "scheduler2", …) and
   /// "steps"; `checkpoint.add("train", train)` adds them as "train.model" and so on. Its save() and
   /// load() are an error within a window.
   template <class Checkpoint>
   void add_to(Checkpoint& checkpoint) {
     masters_ ? checkpoint.add("model", *masters_) : checkpoint.add("model", *model_);
-    checkpoint.add("optimizer", *optimizer_).add("scaler", *scaler_);
-    if (scheduler_) scheduler_->add_to(checkpoint);
+    const auto name_of = [](const std::string& kind, std::size_t number) {
+      return number == 0 ? kind : kind + std::to_string(number + 1);
+    };
+    for (std::size_t i = 0; i < optimizers_.size(); ++i) {
+      checkpoint.add(name_of("optimizer", i), *optimizers_[i]);
+    }
+    checkpoint.add("scaler", *scaler_);
+    for (std::size_t i = 0; i < schedulers_.size(); ++i) {
+      schedulers_[i].add_to(checkpoint, name_of("scheduler", i));
+    }
     checkpoint.add("steps", steps_);
     checkpoint.note_step([this](const std::string& call) { check_between_windows(call); });
   }
 
   /// The scaler.
   GradScaler& scaler() { return *scaler_; }
-  /// The optimizer.
-  torch::optim::Optimizer& optimizer() { return *optimizer_; }
+  /// The optimizer; of several, the one with this number, from 0.
+  torch::optim::Optimizer& optimizer(std::size_t number = 0) {
+    TORCH_CHECK_INDEX(number < optimizers_.size(), "TrainingStep::optimizer: the number is ",
+                      number, ", and there are ", optimizers_.size(), " optimizers.");
+    return *optimizers_[number];
+  }
   /// The MasterWeights, or `masters<ShardedMasterWeights>()`. An error if there are none.
   template <class Masters = MasterWeights>
   Masters& masters() {
@@ -292,8 +322,7 @@ class TrainingStep {
   std::int64_t pending() const { return accumulation_ ? accumulation_->pending() : 0; }
 
  private:
-  using MakeOptimizer =
-      std::function<std::shared_ptr<torch::optim::Optimizer>(const NamedParameters&)>;
+  using MakeOptimizer = std::function<detail::OptimizerPointers(const NamedParameters&)>;
 
   TrainingStep(const detail::Model& model, TrainingStepOptions options, bool makes,
                const MakeOptimizer& make);
@@ -363,10 +392,10 @@ class TrainingStep {
   std::int64_t micro_batches_;
   std::unique_ptr<detail::StepGroup> group_;
   std::unique_ptr<detail::Masters> masters_;
-  std::shared_ptr<torch::optim::Optimizer> optimizer_;
-  FusedOptimizer* fused_ = nullptr;           // the optimizer, if it is one
-  std::optional<Accumulation> accumulation_;  // of several micro-batches
-  std::optional<detail::StepScheduler> scheduler_;
+  detail::OptimizerPointers optimizers_;
+  std::shared_ptr<torch::optim::Optimizer> optimizer_;  // steps all of them
+  std::optional<Accumulation> accumulation_;            // of several micro-batches
+  std::vector<detail::StepScheduler> schedulers_;
   std::unique_ptr<detail::StepLog> log_;
   detail::StepCapture capture_;
   std::vector<double> captured_rules_;                                   // of the scaler

@@ -142,7 +142,7 @@ TEST_P(AccumulationMistakes, AClipOfOthersBeforeTheStepOfSumsIsNone) {
 }
 
 TEST_P(AccumulationMistakes, ABackwardOfOnesOwnBesideSumsIsToldOnce) {
-  constexpr const char* text = "that do not come from backward() of this accumulation";
+  constexpr const char* text = "that do not come from backward() of the accumulation";
   for (const bool before_step : {false, true}) {
     DroppingAccumulation own(scaler, *optimizer);
     const CollectedWarnings of_own;

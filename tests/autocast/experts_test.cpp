@@ -80,7 +80,8 @@ TEST(Attention, TakesQueriesKeysAndValuesOfDifferentDtypes) {
   const Tensor x = at::linspace(-1, 1, 24).view({1, 2, 3, 4});
   for (const at::ScalarType region : {at::kBFloat16, at::kHalf}) {
     for (const at::ScalarType q : {at::kFloat, at::kHalf, at::kBFloat16}) {
-      const Tensor query = x.to(q).requires_grad_(), key = x.to(region), value = x;
+      const Tensor query = x.to(q, /*non_blocking=*/false, /*copy=*/true).requires_grad_();
+      const Tensor key = x.to(region), value = x;
       std::vector<Tensor> results;
       {
         const AutocastGuard guard(at::kCPU, region);

@@ -7,6 +7,7 @@
 #include <torchamp/accumulate.h>
 #include <torchamp/closure_step.h>
 #include <torchamp/grad_scaler.h>
+#include <torchamp/labs/weights_together.h>
 #include <torchamp/master_weights.h>
 #include <torchamp/optim.h>
 #include <torchamp/weight_cache.h>
@@ -192,7 +193,7 @@ TEST(StepInRegion, LibTorchsSgdTrainsWithEachCacheAsWithAGuardForEachForward) {
   const float expected = loss_after_training<torch::optim::SGD>(false, options);
   for (const WeightCache cache :
        {WeightCache::none, WeightCache::region, WeightCache(WeightCache::window),
-        WeightCache(WeightCache::kept), WeightCache(WeightCache::together)}) {
+        WeightCache(WeightCache::kept), torchamp::weights_together()}) {
     EXPECT_EQ(loss_after_training<torch::optim::SGD>(true, options, cache), expected);
   }
 }

@@ -205,7 +205,8 @@ torch::jit::Module make_script() {
   net.register_attribute("training", c10::BoolType::get(), true);
   net.register_module("backbone", backbone);
   net.register_parameter("weight", torch::linspace(1, -1, 8).view({2, 4}), false);
-  net.define("def forward(self, x):\n  return torch.matmul(self.backbone.forward(x), self.weight.t())\n");
+  net.define(
+      "def forward(self, x):\n  return torch.matmul(self.backbone.forward(x), self.weight.t())\n");
   for (at::Tensor parameter : net.parameters()) {
     if (parameter.size(0) == 2) parameter.set_requires_grad(true);
   }

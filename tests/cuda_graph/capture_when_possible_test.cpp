@@ -120,7 +120,9 @@ TEST_P(CaptureWhenPossible, TakesNoStepWithoutGradients) {
     EXPECT_LT(twins.calls, 12) << "the rest was replayed";
     twins.step_captured(batch(0),
                         [&](Net&, const Tensors& in) { return (in[0].sum() * reached).mean(); });
-    if (const auto last = twins.captured.train.finish()) EXPECT_FALSE(last->stepped());
+    const auto last = twins.captured.train.finish();
+    EXPECT_EQ(last.has_value(), micro_batches == 2);
+    EXPECT_FALSE(last && last->stepped());
   }
 }
 

@@ -223,6 +223,18 @@ TEST(OverflowReport, CountsAComplexElementOnce) {
   EXPECT_NEAR(report.overflows[0].largest_finite, 5., 1e-6);
 }
 
+TEST(OverflowReport, ReportsAFiniteNumberIfAComplexElementIsLongerThanFp64Holds) {
+  using Number = c10::complex<double>;
+  constexpr double inf = std::numeric_limits<double>::infinity();
+  const at::Tensor w = torch::zeros({2}, at::kComplexDouble).requires_grad_();
+  w.mutable_grad() = torch::tensor({Number(1.5e308, -1.5e308), Number(inf, 1.)});
+  const OverflowReport report =
+      torchamp::overflow_report(std::vector<std::pair<std::string, at::Tensor>>{{"w", w}});
+  ASSERT_EQ(report.overflows.size(), 1U);
+  EXPECT_EQ(report.overflows[0].infs, 1);
+  EXPECT_EQ(report.overflows[0].largest_finite, std::numeric_limits<double>::max());
+}
+
 TEST(OverflowReport, ReadsWhatACompressedSparseGradientStores) {
   const at::Tensor w = torch::zeros({2, 2}).requires_grad_();
   w.mutable_grad() =

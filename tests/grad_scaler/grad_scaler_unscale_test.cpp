@@ -111,33 +111,21 @@ TEST(GradScaler, RefusesGradientsThatKernelsCannotChangeInPlace) {
   EXPECT_ERROR(scaler.unscale_(compressed), "has the layout SparseCsr");
 }
 
-TEST_P(GradScalerOn, DividesAGradientOfTwoParametersOnceOrRefusesIt) {
-  const auto shared_by = [](const at::Tensor& gradient) {
-    std::vector<at::Tensor> two{parameter_with(gradient), parameter_with(gradient)};
-
-    return two;
-  };
-  GradScaler scaler({.init_scale = 4.});
-  start(scaler);
-  const auto parameters = shared_by(tensor({4, 8}));
-  torchamp::FusedSGD fused(parameters, torch::optim::SGDOptions(1.));
-  EXPECT_ERROR(scaler.step(fused), "is that of another one, too");
-  EXPECT_TRUE(at::equal(parameters[0].grad(), tensor({4, 8})));
-  scaler.unscale_(fused);
-  EXPECT_TRUE(scaler.step(fused));
-  for (const at::Tensor& parameter : parameters) expect_close(parameter, tensor({-1, -2}));
-
-  const auto others = shared_by(tensor({4, 8}));
-  torch::optim::SGD plain(others, torch::optim::SGDOptions(1.));
-  EXPECT_TRUE(scaler.step(plain));
-  for (const at::Tensor& parameter : others) expect_close(parameter, tensor({-1, -2}));
-
-  GradScaler at_one(GradScalerOptions::skip_non_finite());
-  start(at_one);
-  const auto unscaled = shared_by(tensor({1, 2}));
-  torchamp::FusedSGD alone(unscaled, torch::optim::SGDOptions(1.));
-  EXPECT_TRUE(at_one.step(alone));
-  for (const at::Tensor& parameter : unscaled) expect_close(parameter, tensor({-1, -2}));
+TEST_P(GradScalerOn, DividesAGradientOfTwoParametersOnce) {
+  for (const double scale : {4., 1.}) {
+    for (const bool fused : {false, true}) {
+      for (const bool unscales : {false, true}) {
+        GradScaler scaler({.init_scale = scale});
+        start(scaler);
+        const at::Tensor gradient = tensor({4, 8});
+        const std::vector<at::Tensor> two{parameter_with(gradient), parameter_with(gradient)};
+        const auto optimizer = plain_or_fused_sgd(two, fused);
+        if (unscales) scaler.unscale_(*optimizer);
+        EXPECT_TRUE(scaler.step(*optimizer));
+        for (const at::Tensor& parameter : two) expect_close(parameter, -tensor({4, 8}) / scale);
+      }
+    }
+  }
 }
 
 TEST_P(GradScalerOn, LeavesTheOtherGradientsUnscaledWhenItSkips) {

@@ -226,6 +226,7 @@ TEST(Table, PyTorchsOwnCasesForCudaHoldOnACpu) {
       if (!op || (op_case.op == "rms_norm" && !is_listed(*op))) continue;
       // Cast in scripts alone: see Note [Compiled code].
       if (op_case.op == "convolution" || op_case.op == "_convolution") continue;
+      if (op_case.op == "addbmm") continue;  // in fp32: see Note [Sums in 16 bits]
       for (const Variant& variant : variants(op_case, at::kCPU)) {
         const at::ScalarType expected = variant.dtype(expects);
         const Outcome outcome = under_standard(op_case, *op, variant);

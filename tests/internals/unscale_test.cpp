@@ -16,6 +16,7 @@
 #include "support/devices.h"
 #include "support/non_finite.h"
 #include "support/seed.h"
+#include "torchamp/detail/core/gradients/multiply.h"
 
 namespace {
 
@@ -118,15 +119,14 @@ TEST_P(Unscale, TakesPartsOfBoundedSizeThroughFp32) {
       torch::ones({9}, options(at::kBFloat16)), torch::empty({0}, options(at::kBFloat16)),
       torch::ones({1}, options(at::kBFloat16))};
   std::vector<int64_t> parts;
-  torchamp::detail::through_fp32(
-      batch_of(gradients),
-      [&](const GradientBatch& wide) {
-        EXPECT_EQ(wide.dtype, at::kFloat);
-        int64_t elements = 0;
-        for (const at::Tensor& copy : wide.gradients) elements += copy.mul_(2.).numel();
-        parts.push_back(elements);
-      },
-      5);
+  const GradientBatch narrow = batch_of(gradients);
+  const torchamp::detail::WideCopies copies(narrow, /*elements_at_once=*/5);
+  copies.through([&](const GradientBatch& wide) {
+    EXPECT_EQ(wide.dtype, at::kFloat);
+    int64_t elements = 0;
+    for (const at::Tensor& copy : wide.gradients) elements += copy.mul_(2.).numel();
+    parts.push_back(elements);
+  });
   EXPECT_EQ(parts, (std::vector<int64_t>{5, 9, 1}));
   for (const at::Tensor& gradient : gradients) EXPECT_TRUE((gradient == 2.).all().item<bool>());
 }

@@ -19,6 +19,7 @@ using torchamp::WarmupCosine;
 using torchamp::WarmupLinear;
 using torchamp::WarmupOptions;
 
+/// Groups of one parameter each, with these rates.
 struct RatedGroups {
   explicit RatedGroups(const std::vector<double>& rates) {
     for (const double rate : rates) add(rate);

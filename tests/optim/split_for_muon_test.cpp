@@ -19,8 +19,8 @@ using testing::IsEmpty;
 using torchamp::split_for_muon;
 
 /// A language model, with what such models have; `ties` shares the embedding with the head.
-struct NetImpl : torch::nn::Module {
-  explicit NetImpl(bool ties = false) {
+struct LanguageModelImpl : torch::nn::Module {
+  explicit LanguageModelImpl(bool ties = false) {
     words = register_module("words", torch::nn::Embedding(10, 4));
     conv = register_module("conv", torch::nn::Conv1d(4, 4, 3));
     layers = register_module("layers", torch::nn::Sequential());
@@ -35,7 +35,7 @@ struct NetImpl : torch::nn::Module {
   torch::nn::Sequential layers{nullptr};
   torch::nn::Linear head{nullptr};
 };
-TORCH_MODULE(Net);
+TORCH_MODULE(LanguageModel);
 
 /// The names of `tensors` among those of `named`.
 template <class Named>
@@ -48,12 +48,13 @@ std::vector<std::string> names_of(const std::vector<at::Tensor>& tensors, const 
   }
   return names;
 }
-std::vector<std::string> names_of(const std::vector<at::Tensor>& tensors, const Net& net) {
+std::vector<std::string> names_of(const std::vector<at::Tensor>& tensors,
+                                  const LanguageModel& net) {
   return names_of(tensors, net->named_parameters().pairs());
 }
 
 TEST(SplitForMuon, GivesEmbeddingsTheHeadNormsAndBiasesToTheOther) {
-  const Net net;
+  const LanguageModel net;
   const auto split = split_for_muon(net);
   EXPECT_THAT(names_of(split.matrices, net),
               ElementsAre("conv.weight", "layers.first.weight", "layers.second.weight"));
@@ -63,7 +64,7 @@ TEST(SplitForMuon, GivesEmbeddingsTheHeadNormsAndBiasesToTheOther) {
 }
 
 TEST(SplitForMuon, TakesTheNamesOfHeadsInsteadOfTheLastMatrix) {
-  const Net net;
+  const LanguageModel net;
   const auto of_two = split_for_muon(net, {.heads = {"layers.first", "conv.weight"}});
   EXPECT_THAT(names_of(of_two.matrices, net), ElementsAre("layers.second.weight", "head.weight"));
   const auto of_none = split_for_muon(net, {.tied_head = true});
@@ -71,7 +72,7 @@ TEST(SplitForMuon, TakesTheNamesOfHeadsInsteadOfTheLastMatrix) {
 }
 
 TEST(SplitForMuon, GivesAParameterThatAnEmbeddingSharesWithTheHeadOnceAndToTheOther) {
-  const Net net(/*ties=*/true);
+  const LanguageModel net(/*ties=*/true);
   const auto split = split_for_muon(net);
   EXPECT_THAT(names_of(split.matrices, net), ElementsAre("conv.weight", "layers.first.weight",
                                                          "layers.second.weight", "head.weight"));
@@ -81,7 +82,7 @@ TEST(SplitForMuon, GivesAParameterThatAnEmbeddingSharesWithTheHeadOnceAndToTheOt
 }
 
 TEST(SplitForMuon, TakesTheMastersInPlaceOfTheParameters) {
-  const Net net;
+  const LanguageModel net;
   const torchamp::MasterWeights masters(net, {.dtype = at::kBFloat16});
   const auto named = masters.named_parameters();
   const auto split = split_for_muon(net, {.parameters = named});
@@ -92,7 +93,7 @@ TEST(SplitForMuon, TakesTheMastersInPlaceOfTheParameters) {
 }
 
 TEST(SplitForMuon, TakesAModuleOnTheStackAndOneThatIsAnEmbedding) {
-  NetImpl net;
+  LanguageModelImpl net;
   EXPECT_EQ(split_for_muon(net).matrices.size(), 3U);
   const torch::nn::EmbeddingBag bag(3, 2);
   EXPECT_THAT(split_for_muon(bag).matrices, IsEmpty());
@@ -100,7 +101,7 @@ TEST(SplitForMuon, TakesAModuleOnTheStackAndOneThatIsAnEmbedding) {
 }
 
 TEST(SplitForMuon, RefusesNamesThatTheModelLacks) {
-  const Net net;
+  const LanguageModel net;
   EXPECT_ERROR((void)split_for_muon(net, {.heads = {"haed"}}),
                "split_for_muon: the model has no module or parameter 'haed'");
   EXPECT_ERROR((void)split_for_muon(net, {.parameters = {{{"w", at::Tensor()}}}}),

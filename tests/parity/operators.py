@@ -14,7 +14,7 @@ fp32 and with the first one in the region's dtype:
    agrees with the operator without autocast, with its arguments as they are, in fp32 or in the region's
    dtype, within the tolerance of 16 bits.
 
-operators.txt beside this script has the known deviations, each with its reason. --sample: N operators,
+operators.txt beside this script has the known deviations, each with its reason; "both" may also agree. --sample: N operators,
 spread over the database; --limit: N samples of each. Exit status: 1 after a failure, 77 if there is no
 such torch.
 """
@@ -133,11 +133,17 @@ def dense(value):
     return value.resolve_conj().resolve_neg()
 
 
+def are_equal(a, b):
+    if a.dtype != b.dtype or a.shape != b.shape:
+        return False
+    a, b = dense(a), dense(b)
+    if a.is_floating_point():
+        a, b = a.double(), b.double()  # some dtypes have no comparison
+    return bool(((a == b) | ((a != a) & (b != b))).all())
+
+
 def are_same(ours, theirs):
-    return len(ours) == len(theirs) and all(
-        a.dtype == b.dtype and a.shape == b.shape and torch.equal(torch.nan_to_num(dense(a)), torch.nan_to_num(dense(b)))
-        for a, b in zip(ours, theirs)
-    )
+    return len(ours) == len(theirs) and all(are_equal(a, b) for a, b in zip(ours, theirs))
 
 
 def is_close(ours, exact, tolerance):
@@ -172,7 +178,7 @@ def deviations():
     for line in (HERE / "operators.txt").read_text().splitlines():
         if line and not line.startswith("#"):
             name, policy, reason = (part.strip() for part in line.split("|"))
-            known.setdefault((name, policy), reason)
+            known[name, policy] = reason
     return known
 
 
@@ -243,15 +249,18 @@ def main():
                 for narrow_first in (False, True):
                     calls += 1
                     for policy, text in check(op, sample, region, narrow_first):
+                        if (op.full_name, "both") in known:
+                            continue
                         if (op.full_name, policy) in known:
                             used.add((op.full_name, policy))
                             continue
                         how = f"{str(region)[6:]}, {'the first argument in 16 bits' if narrow_first else 'fp32'}"
-                        failures.append(f"{op.full_name}, Policy::{policy}(), {how}: {text}")
-    for failure in dict.fromkeys(failures):
-        print(failure)
+                        failure = f"{op.full_name}, Policy::{policy}(), {how}: {text}"
+                        if failure not in failures:
+                            print(failure, flush=True)
+                        failures.append(failure)
     if not (ARGUMENTS.sample or ARGUMENTS.limit or ARGUMENTS.only):
-        for name, policy in sorted(set(known) - used):
+        for name, policy in sorted(one for one in set(known) - used if one[1] != "both"):
             failures.append(name)
             print(f"{name}, Policy::{policy}(): operators.txt names a deviation that there is not")
     print(f"{len(ops)} operators, {calls} calls: {len(failures)} failed")

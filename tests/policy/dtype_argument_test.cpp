@@ -66,13 +66,13 @@ std::optional<Stack> arguments(const Call& call, const Tensor& x) {
   return stack;
 }
 
-struct Outcome {
+struct ValueAndGradient {
   Tensor result, gradient;
 };
 
 /// Nothing if the op cannot be called so, or has no gradient.
-std::optional<Outcome> outcome(const Call& call, const Tensor& numbers,
-                               std::optional<AutocastGuard>* guard = nullptr) {
+std::optional<ValueAndGradient> outcome(const Call& call, const Tensor& numbers,
+                                        std::optional<AutocastGuard>* guard = nullptr) {
   const Tensor x = numbers.detach().clone().requires_grad_();
   std::optional<Stack> stack = arguments(call, x);
   if (!stack) return std::nullopt;
@@ -86,10 +86,10 @@ std::optional<Outcome> outcome(const Call& call, const Tensor& numbers,
   const auto gradients = torch::autograd::grad({result}, {x}, {weights.to(result.scalar_type())},
                                                {}, false, /*allow_unused=*/true);
   if (!gradients.front().defined()) return std::nullopt;
-  return Outcome{result.detach(), gradients.front()};
+  return ValueAndGradient{result.detach(), gradients.front()};
 }
 
-std::optional<Outcome> in_fp64(Call call, const Tensor& numbers) {
+std::optional<ValueAndGradient> in_fp64(Call call, const Tensor& numbers) {
   if (call.dtype) call.dtype = at::kDouble;
   try {
     return outcome(call, numbers.to(at::kDouble));
@@ -119,12 +119,12 @@ std::string text(const Call& call) {
 /// False if the op cannot be called so in fp64.
 bool expect_as_in_fp64(const Call& call, const Tensor& numbers, const Policy& policy) {
   const at::ScalarType region = numbers.scalar_type();
-  const std::optional<Outcome> exact = in_fp64(call, numbers);
+  const std::optional<ValueAndGradient> exact = in_fp64(call, numbers);
   if (!exact) return false;
   try {
     std::optional<AutocastGuard> guard;
     guard.emplace(at::kCPU, torchamp::AutocastOptions{.dtype = region, .policy = policy});
-    const std::optional<Outcome> ours = outcome(call, numbers, &guard);
+    const std::optional<ValueAndGradient> ours = outcome(call, numbers, &guard);
     const double tolerance = region == at::kHalf ? 0.0015 : 0.012;
     EXPECT_TRUE(ours.has_value()) << text(call);
     if (!ours) return true;

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "torchamp/labs/fp8.h"
 #include "torchamp/policy_text.h"
 
 namespace {

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #include "torchamp/policy_text.h"
+#include "torchamp/labs/fp8.h"
 
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>

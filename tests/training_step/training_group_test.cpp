@@ -185,9 +185,11 @@ TEST(TrainingGroup, GoesOnFromAFileOfAllProcessesAsIfItHadNotBeenStopped) {
   const TemporaryFolder folder;
   if (!child_role()) return Launch(2, folder.environment()).expect_success();
   const auto group = make_group();
-  for (const std::string masters : {"none", "full", "sharded"}) {
-    SCOPED_TRACE(masters);
-    const std::string path = (folder / (masters + ".pt")).string();
+  for (const std::string name : {"none", "full", "sharded", "none of two", "sharded of two"}) {
+    SCOPED_TRACE(name);
+    const std::string masters = name.substr(0, name.find(' '));
+    const bool has_two = name != masters;  // optimizers
+    const std::string path = (folder / (name + ".pt")).string();
     const auto options = [&] {
       torchamp::TrainingStepOptions some{
           .dtype = at::kBFloat16,
@@ -201,8 +203,16 @@ TEST(TrainingGroup, GoesOnFromAFileOfAllProcessesAsIfItHadNotBeenStopped) {
       }
       return some;
     };
-    const auto make = [](auto parameters) {
-      return std::make_unique<torchamp::FusedAdamW>(parameters, torch::optim::AdamWOptions(0.02));
+    const auto make = [has_two](std::vector<Tensor> parameters) {
+      std::vector<std::unique_ptr<torch::optim::Optimizer>> made;
+      if (has_two) {
+        made.push_back(std::make_unique<torchamp::FusedSGD>(
+            std::vector<Tensor>{parameters.back()}, torch::optim::SGDOptions(0.02).momentum(0.9)));
+        parameters.pop_back();
+      }
+      made.push_back(
+          std::make_unique<torchamp::FusedAdamW>(parameters, torch::optim::AdamWOptions(0.02)));
+      return made;
     };
     const auto run = [&](TrainingStep& train, Net& net, int from, int to) {
       for (int i = from; i < to; ++i) {

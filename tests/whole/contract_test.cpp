@@ -10,8 +10,10 @@
 #include <vector>
 
 #include "torchamp/labs/fp8.h"
+#include "torchamp/lr_scheduler.h"
 #include "torchamp/policy_text.h"
 #include "torchamp/torchamp.h"
+#include "torchamp/training_step.h"
 
 namespace {
 
@@ -141,6 +143,28 @@ TEST(Contract, FusedOptimizersAndClipping) {
   step_a_fused_optimizer<torchamp::FusedAdamW>(torch::optim::AdamWOptions(1e-2));
   step_a_fused_optimizer<torchamp::FusedSGD>(torch::optim::SGDOptions(1e-2).momentum(0.9));
   step_a_fused_optimizer<torchamp::FusedAdagrad>(torch::optim::AdagradOptions(1e-2));
+}
+
+TEST(Contract, MuonSchedulesAndSeveralOptimizers) {
+  Training t;
+  const torchamp::MuonOptions options =
+      torchamp::MuonOptions()
+          .lr(1e-3)
+          .weight_decay(0.1)
+          .momentum(0.95)
+          .nesterov(true)
+          .ns_coefficients({3.4445, -4.7750, 2.0315})
+          .eps(1e-7)
+          .ns_steps(5)
+          .adjust_lr(torchamp::MuonOptions::AdjustLr::match_rms_adamw);
+  torchamp::FusedMuon muon({t.model->weight}, options);
+  torchamp::FusedAdamW adamw({t.model->bias}, torch::optim::AdamWOptions(1e-2));
+  torchamp::WarmupCosine rates(muon,
+                               {.warmup_steps = 100, .total_steps = 10000, .min_lr_ratio = 0.1});
+  torchamp::WarmupLinear others(adamw, {.warmup_steps = 100, .total_steps = 10000});
+  torchamp::TrainingStep train(t.model, {muon, adamw}, {.scheduler = {rates, others}});
+  EXPECT_TRUE(train([&] { return t.loss(); }).stepped());
+  EXPECT_DOUBLE_EQ(muon.param_groups()[0].options().get_lr(), 1e-5);
 }
 
 }  // namespace

@@ -65,7 +65,7 @@ inline std::string why_not(const Plan& plan, const ModelEntry& model, const Way&
   const auto make = [&] { return model.make(model.sizes.at(Preset::small)); };
   if (way.variant == "recomputed" && !make()->recompute()) return "its layers cannot be recomputed";
   if (way.variant == "unfused" && !make()->add_biases_apart()) {
-    return "it has no torch::nn::Linear for inputs of three dimensions";
+    return "its layers cannot add biases apart";
   }
   if (way.optimizer == "muon") {
     const NamedParameters parameters = named_parameters(make()->module());

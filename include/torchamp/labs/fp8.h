@@ -12,6 +12,8 @@
 #include <c10/util/Exception.h>
 
 #include <memory>
+#include <string_view>
+#include <utility>
 
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/labs/detail/fp8/options_text.h"

@@ -110,7 +110,7 @@ class GradientNorms {
     }
     if (!std::isfinite(before) || !(after > 0.) || !(max_after < 0.999 * max_before)) return false;
     const bool is_multiplied = most - least <= 1e-4 * most;
-    if (is_multiplied && is_integer(1. / most, 1e-4)) return false;  // an average
+    if (is_multiplied && is_integer(1. / most, 2e-6)) return false;  // an average
     const bool by_norm = is_multiplied && is_round(std::sqrt(after));
     return by_norm || is_round(max_after);
   }

@@ -7,6 +7,7 @@
 #include <ATen/ops/maximum.h>
 #include <c10/core/Layout.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
 #include <algorithm>
 #include <cstddef>
@@ -229,7 +230,11 @@ TORCHAMP_BODY void OrderCheck::note_backward_ends() {
     one.gradient = TensorSnapshot(gradient);
     one.in_this_iteration = true;
   }
-  norms_.emplace(gradients);
+  try {
+    norms_.emplace(gradients);
+  } catch (const c10::Error&) {  // a device without memory, or without such a norm: no comparison
+    norms_.reset();
+  }
 }
 
 TORCHAMP_BODY auto OrderCheck::divides(const Moment& moment) -> Sentences {
@@ -240,9 +245,15 @@ TORCHAMP_BODY auto OrderCheck::divides(const Moment& moment) -> Sentences {
       own.insert(gradient.unsafeGetTensorImpl());
       return false;
     });
-    norms_->compare([&](const at::Tensor& one) { return own.contains(one.unsafeGetTensorImpl()); },
-                    /*all=*/handled_.empty());
-    if (!norms_->is_here()) compared_.push_back(*norms_);
+    const auto is_own = [&](const at::Tensor& one) {
+      return own.contains(one.unsafeGetTensorImpl());
+    };
+    try {
+      norms_->compare(is_own, /*all=*/handled_.empty());
+      if (!norms_->is_here()) compared_.push_back(*norms_);
+    } catch (const c10::Error&) {  // as in note_backward_ends
+      norms_.reset();
+    }
   }
   return made_at(When::divides, moment);
 }

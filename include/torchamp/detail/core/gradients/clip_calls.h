@@ -39,6 +39,14 @@ class ClipCalls {
     note(optimizer.param_groups().front().params());
   }
 
+  /// Whether the latest clip that found gradients came after `time`, and found one of `optimizer`.
+  /// (The kernel that multiplies gradients does not count as a write.)
+  static bool has_clipped(std::uint64_t time, const torch::optim::Optimizer& optimizer) {
+    const Call& call = latest().clipped;
+    return call.time > time && any_gradient(optimizer, [&call](const at::Tensor& gradient) {
+             return call.tensor.is(gradient);
+           });
+  }
   /// Whether a clip after `time` found no gradient of `optimizer`, and none after it has found one
   /// that the optimizer still has.
   static bool was_in_vain(std::uint64_t time, const torch::optim::Optimizer& optimizer) {

@@ -6,7 +6,6 @@
 #include <ATen/ops/zeros.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/TensorImpl.h>
-#include <c10/util/FunctionRef.h>
 #include <c10/util/flat_hash_map.h>
 #include <torch/optim/optimizer.h>
 
@@ -19,6 +18,7 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
+#include "torchamp/detail/core/gradients/separate.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -100,8 +100,8 @@ inline at::Tensor values_of(const at::Tensor& gradient, HalfGradients half_gradi
   return values;
 }
 
-/// The gradients that a collection holds already: one that several places of an optimizer lead to,
-/// as the weight of a module that a model has registered twice, is to be changed once. (With
+/// The gradients that a collection holds already: the gradient of a parameter that an optimizer has
+/// twice, such as the weight of a module that a model has registered twice, is changed once. (With
 /// std::unordered_set, step and update take 5 % more instructions for 100 small gradients.)
 using SeenGradients = ska::flat_hash_set<const c10::TensorImpl*>;
 
@@ -117,12 +117,8 @@ inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tens
 class GradientGatherer {
  public:
   GradientGatherer(const torch::optim::Optimizer& optimizer, HalfGradients half_gradients,
-                   const char* call, std::size_t count, c10::function_ref<bool()> refuses_shared)
-      : optimizer_(optimizer),
-        half_(half_gradients),
-        call_(call),
-        count_(count),
-        refuses_shared_(refuses_shared) {
+                   std::size_t count)
+      : optimizer_(optimizer), half_(half_gradients), count_(count) {
     seen_.reserve(count);
   }
 
@@ -137,9 +133,7 @@ class GradientGatherer {
       to_change_.push_back(parameter);
       changed_.push_back(gradient);
     }
-    if (!seen_.insert((is_new ? parameter : gradient).unsafeGetTensorImpl()).second) {
-      return check_shared(parameter, gradient);
-    }
+    if (!seen_.insert((is_new ? parameter : gradient).unsafeGetTensorImpl()).second) return;
     at::Tensor values =
         is_plain(gradient) ? std::move(gradient) : values_of(gradient, half_, where);
     std::vector<at::Tensor>& batch = group_of(batches_, TensorKind::of(values)).gradients;
@@ -156,38 +150,24 @@ class GradientGatherer {
   }
 
  private:
-  void check_shared(const at::Tensor& parameter, const at::Tensor& gradient) const {
-    const auto shares_it = [&](const at::Tensor& one) {
-      return !one.is_same(parameter) && gradient_of(one).is_same(gradient);
-    };
-    TORCHAMP_CHECK_VALUE(
-        !refuses_shared_ || !refuses_shared_() || !any_parameter(optimizer_, shares_it), call_,
-        ": the gradient of a parameter ", parameter.sizes(),
-        " is that of another one, too, and the fused step would divide it twice. Give one of "
-        "them a clone(), or call unscale_ before step.");
-  }
-
   const torch::optim::Optimizer& optimizer_;
   HalfGradients half_;
-  const char* call_;
   std::size_t count_;  // of gradients at most
-  c10::function_ref<bool()> refuses_shared_;
   SeenGradients seen_;
   std::vector<at::Tensor> to_change_, changed_;  // parameters and their new gradients
   std::vector<GradientBatch> batches_;
 };
 
-/// Every gradient of every group of `optimizer`, once, by device and dtype. Parameters whose
-/// gradients have the conjugate or the negative bit are given resolved() ones. Nothing has been
-/// changed where this throws. `call` begins the error texts. `refuses_shared` is asked where
-/// several parameters have the same gradient, which a step that divides would divide twice.
+/// Every gradient of every group of `optimizer`, once, each in its own memory, by device and dtype.
+/// Parameters whose gradients have the conjugate or the negative bit are given resolved() ones. If
+/// this throws, every gradient has its previous value. `call` begins the error texts.
 inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimizer,
-                                               HalfGradients half_gradients, const char* call,
-                                               c10::function_ref<bool()> refuses_shared = {}) {
+                                               HalfGradients half_gradients, const char* call) {
+  separate_gradients(optimizer);
   const auto& groups = optimizer.param_groups();
   std::size_t count = 0;
   for (const auto& group : groups) count += group.params().size();
-  GradientGatherer gatherer(optimizer, half_gradients, call, count, refuses_shared);
+  GradientGatherer gatherer(optimizer, half_gradients, count);
   for (std::size_t g = 0; g < groups.size(); ++g) {
     const std::vector<at::Tensor>& parameters = groups[g].params();
     for (std::size_t i = 0; i < parameters.size(); ++i) {

@@ -24,17 +24,25 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/gradient_batch.h"
+#include "torchamp/detail/core/gradients/separate.h"
 
 namespace torchamp::detail {
 
-/// The gradients of all parameters, each once, by device and dtype, sparse ones by their coalesced
-/// values, for kernels to change in place. `call` begins the error texts; nothing has been changed
-/// then, except that gradients before the one in question are coalesced or resolved().
+/// The gradients of all parameters, each once and in its own memory, by device and dtype, sparse
+/// ones by their coalesced values, for kernels to change in place. `call` begins the error texts;
+/// every gradient has its previous value then.
 inline std::vector<GradientBatch> gradients_to_clip(const std::vector<at::TensorList>& lists,
                                                     const char* call) {
   std::vector<GradientBatch> batches;
   std::size_t count = 0;
-  for (const at::TensorList params : lists) count += params.size();
+  GradientSeparator separator;
+  for (const at::TensorList params : lists) {
+    count += params.size();
+    for (const at::Tensor& parameter : params) {
+      if (parameter.defined()) separator.add(parameter);
+    }
+  }
+  separator.separate();
   SeenGradients seen;
   seen.reserve(count);
   for (const at::TensorList params : lists) {

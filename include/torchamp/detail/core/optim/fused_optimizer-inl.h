@@ -11,6 +11,7 @@
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <exception>
@@ -23,6 +24,7 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
+#include "torchamp/detail/core/gradients/separate.h"
 #include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/optim.h"
 #include "torchamp/version.h"
@@ -131,6 +133,25 @@ void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
 }
 
 template <detail::OptimizerKernel Kernel>
+std::shared_ptr<torch::optim::Optimizer> FusedOptimizerOf<Kernel>::make_counterpart() const {
+  return std::make_shared<typename Kernel::LibTorch>(detail::ParamGroups(),
+                                                     static_cast<const Options&>(*defaults_));
+}
+
+template <detail::OptimizerKernel Kernel>
+void FusedOptimizerOf<Kernel>::for_each_state_tensor(torch::optim::OptimizerParamState& state,
+                                                     c10::function_ref<void(at::Tensor&)> f) const {
+  std::size_t kinds = 0;
+  for (std::size_t g = 0; g < param_groups_.size(); ++g) {
+    kinds = std::max(kinds, Kernel::kinds(detail::options_of<Kernel>(param_groups_[g], g)));
+  }
+  for (std::size_t k = 0; k < kinds; ++k) {
+    at::Tensor& tensor = Kernel::tensor(static_cast<State&>(state), k);
+    if (tensor.defined()) f(tensor);
+  }
+}
+
+template <detail::OptimizerKernel Kernel>
 bool FusedOptimizerOf<Kernel>::prepare_captured_step() {
   const detail::InternalOps internal;
   rates_on_device_ = true;
@@ -222,6 +243,7 @@ TORCHAMP_BODY at::Tensor FusedOptimizer::step_scaled(const at::Tensor& grad_scal
                                                      const at::Tensor& found_inf) {
   check_scalar(grad_scale, "grad_scale");
   check_scalar(found_inf, "found_inf");
+  if (grad_scale.defined()) detail::separate_gradients(*this);  // the kernels write quotients
   step_and_forget_clip({.product = grad_scale}, found_inf, /*is_exact=*/false);
   return {};
 }
@@ -240,6 +262,7 @@ TORCHAMP_BODY void FusedOptimizer::divide_next_step(const at::Tensor& divisor) {
                        "FusedOptimizer::divide_next_step: no divisor was given.");
   check_scalar(divisor, "divisor");
   const detail::InternalOps internal;
+  detail::separate_gradients(*this);  // the next step's kernels write quotients
   deferred_clip_.add(*this, {divisor});
 }
 

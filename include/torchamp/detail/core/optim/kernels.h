@@ -1,8 +1,31 @@
 // SPDX-License-Identifier: BSD-3-Clause
 #pragma once
 
+#include <string>
+
 #include "torchamp/detail/core/optim/adagrad_kernel.h"  // IWYU pragma: export
 #include "torchamp/detail/core/optim/adam_kernels.h"    // IWYU pragma: export
 #include "torchamp/detail/core/optim/kernel.h"          // IWYU pragma: export
 #include "torchamp/detail/core/optim/muon_kernel.h"     // IWYU pragma: export
 #include "torchamp/detail/core/optim/sgd_kernel.h"      // IWYU pragma: export
+
+namespace torchamp::detail {
+
+/// The names of the fused optimizers, for error texts: "FusedAdam, FusedAdamW or FusedSGD".
+template <class... Kernels>
+struct KernelNames {
+  /// `elementwise_only`: of those that treat each element independently.
+  static std::string text(bool elementwise_only = false) {
+    std::string names, last;
+    const auto add = [&](const char* name, bool is_elementwise) {
+      if (elementwise_only && !is_elementwise) return;
+      if (!last.empty()) names += (names.empty() ? "" : ", ") + last;
+      last = name;
+    };
+    (add(Kernels::name, Kernels::elementwise), ...);
+    return names + " or " + last;
+  }
+};
+using FusedNames = KernelNames<AdamKernel, AdamWKernel, SgdKernel, AdagradKernel, MuonKernel>;
+
+}  // namespace torchamp::detail

@@ -1,4 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// LibTorch's own kinds of optimizers, in one table. A fused optimizer describes itself.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,42 +11,75 @@
 #include <torch/optim/rmsprop.h>
 #include <torch/optim/sgd.h>
 
-#include <type_traits>
+#include <tuple>
 #include <vector>
 
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
 
-/// Calls f for the tensors that LibTorch's own optimizers keep for a parameter, of its shape and
-/// written in place, so far as they are defined. For none of LBFGS's and other kinds of state.
+/// A kind of LibTorch's optimizers.
+template <class OptimizerType, class OptionsType, class StateType, bool elementwise>
+struct LibTorchKind {
+  using Optimizer = OptimizerType;
+  using Options = OptionsType;
+  using State = StateType;
+  /// Whether it treats each element independently.
+  static constexpr bool is_elementwise = elementwise;
+};
+
+/// Calls f with each kind until it returns true; whether it did.
 template <class F>
-void for_each_state_tensor(torch::optim::OptimizerParamState& state, const F& f) {
+bool any_libtorch_kind(const F& f) {
   using namespace torch::optim;
-  const auto each = [&f](auto&... tensors) { ((tensors.defined() ? f(tensors) : void()), ...); };
-  if (auto* const adam = dynamic_cast<AdamParamState*>(&state)) {
-    each(adam->exp_avg(), adam->exp_avg_sq(), adam->max_exp_avg_sq());
-  } else if (auto* const adamw = dynamic_cast<AdamWParamState*>(&state)) {
-    each(adamw->exp_avg(), adamw->exp_avg_sq(), adamw->max_exp_avg_sq());
-  } else if (auto* const sgd = dynamic_cast<SGDParamState*>(&state)) {
-    each(sgd->momentum_buffer());
-  } else if (auto* const rmsprop = dynamic_cast<RMSpropParamState*>(&state)) {
-    each(rmsprop->square_avg(), rmsprop->momentum_buffer(), rmsprop->grad_avg());
-  } else if (auto* const adagrad = dynamic_cast<AdagradParamState*>(&state)) {
-    each(adagrad->sum());
-  }
+  return f(LibTorchKind<Adam, AdamOptions, AdamParamState, true>()) ||
+         f(LibTorchKind<AdamW, AdamWOptions, AdamWParamState, true>()) ||
+         f(LibTorchKind<SGD, SGDOptions, SGDParamState, true>()) ||
+         f(LibTorchKind<RMSprop, RMSpropOptions, RMSpropParamState, true>()) ||
+         f(LibTorchKind<Adagrad, AdagradOptions, AdagradParamState, true>()) ||
+         f(LibTorchKind<LBFGS, LBFGSOptions, LBFGSParamState, false>());
+}
+
+// The tensors that a kind stores for a parameter, of its shape and written in place.
+inline auto tensors_of(torch::optim::AdamParamState& s) {
+  return std::tie(s.exp_avg(), s.exp_avg_sq(), s.max_exp_avg_sq());
+}
+inline auto tensors_of(torch::optim::AdamWParamState& s) {
+  return std::tie(s.exp_avg(), s.exp_avg_sq(), s.max_exp_avg_sq());
+}
+inline auto tensors_of(torch::optim::SGDParamState& s) {
+  return std::tie(s.momentum_buffer());
+}
+inline auto tensors_of(torch::optim::RMSpropParamState& s) {
+  return std::tie(s.square_avg(), s.momentum_buffer(), s.grad_avg());
+}
+inline auto tensors_of(torch::optim::AdagradParamState& s) {
+  return std::tie(s.sum());
+}
+inline auto tensors_of(torch::optim::LBFGSParamState&) {
+  return std::tuple<>();
+}
+
+/// Calls f for the tensors that LibTorch's own optimizers keep for a parameter, of its shape and
+/// written in place, so far as they are defined. For none of LBFGS's state. False, for no tensor,
+/// if the state is of another kind.
+template <class F>
+bool for_each_state_tensor(torch::optim::OptimizerParamState& state, const F& f) {
+  return any_libtorch_kind([&]<class Kind>(Kind) {
+    auto* const own = dynamic_cast<typename Kind::State*>(&state);
+    if (!own) return false;
+    std::apply([&f](auto&... tensors) { ((tensors.defined() ? f(tensors) : void()), ...); },
+               tensors_of(*own));
+    return true;
+  });
 }
 
 /// Whether LibTorch 2.15 takes what such options of a group leave out from an optimizer's defaults.
 /// It replaces options of other types by the defaults.
 inline bool is_known_to_libtorch(const torch::optim::OptimizerOptions& options) {
-  using namespace torch::optim;
-  const auto is_any = [&options]<class... Types>(std::type_identity<Types>...) {
-    return (... || (dynamic_cast<const Types*>(&options) != nullptr));
-  };
-  return is_any(std::type_identity<AdamOptions>(), std::type_identity<AdamWOptions>(),
-                std::type_identity<SGDOptions>(), std::type_identity<RMSpropOptions>(),
-                std::type_identity<AdagradOptions>(), std::type_identity<LBFGSOptions>());
+  return any_libtorch_kind([&options]<class Kind>(Kind) {
+    return dynamic_cast<const typename Kind::Options*>(&options) != nullptr;
+  });
 }
 
 /// The parameters of all groups, one group after the other.

@@ -104,17 +104,17 @@ inline constexpr std::string_view weight_writing_ops[] = {
 // clang-format on
 
 // clang-format off
-/// See Note [Sums in 16 bits].
+/// See Note [Sums in 16 bits]. ("name." is the overload without a name.)
 inline constexpr std::string_view index_sum_ops[] = {
     "index_add"sv, "index_put"sv, "_unsafe_index_put"sv, "_unsafe_masked_index_put_accumulate"sv,
     "put"sv, "index_reduce"sv, "scatter_add"sv, "scatter.reduce"sv, "scatter.value_reduce"sv,
-    "scatter_reduce"sv, "segment_reduce"sv, "col2im"sv, "addbmm"sv};
+    "scatter_reduce"sv, "segment_reduce"sv, "col2im"sv, "addbmm."sv};
 inline constexpr std::string_view gather_ops[] = {
     "index"sv, "_unsafe_index"sv, "_unsafe_masked_index"sv, "index_select"sv, "take"sv,
     "embedding"sv, "im2col"sv, "unfold_copy"sv, "avg_pool2d"sv, "_adaptive_avg_pool2d"sv,
     "adaptive_max_pool2d"sv, "max_pool2d_with_indices"sv};
 inline constexpr std::string_view gather_of_one_dtype_ops[] = {"embedding_bag"sv};
-/// Products that LibTorch has on no list. ("name." is the overload without a name: others take fp8.)
+/// Products that LibTorch has on no list. The other overload of _flash_attention_forward takes fp8.
 inline constexpr std::string_view unlisted_product_ops[] = {
     "_grouped_mm"sv, "_scaled_dot_product_attention_math"sv,
     "_scaled_dot_product_flash_attention_for_cpu"sv, "_scaled_dot_product_efficient_attention"sv,

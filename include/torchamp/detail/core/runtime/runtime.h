@@ -98,10 +98,10 @@ struct DeviceAutocastState {
 
 // Note [Weights that are kept]
 // LibTorch caches casts of weights for a region. Other caches are extras: casts (weight_cache.h)
-// and other forms of weights are in a store of the process (detail/extras/weights/derived.h), to
-// which the core reports events as KeptWeights, and writes of its own as Note [Weights that are
-// written] says. Who casts weights for a region is a WeightCasts. All are null without these
-// extras.
+// and other forms of weights are in a store of the process (detail/extras/weights/derived.h). The
+// core reports events to it as KeptWeights, and writes of its own: see
+// Note [Weights that are written]. Who casts weights for a region is a WeightCasts. All are null
+// without these extras.
 
 /// How long something that was made of a weight is kept.
 struct WeightKeep {

@@ -10,7 +10,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
-#include <type_traits>
 
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/scaler/scale_memory.h"
@@ -71,23 +70,35 @@ class TorchUpdate final : public DeviceUpdate {
   at::Tensor growth_tracker_;  // 0-dim int32
 };
 
+/// The number of row `i`.
+template <class Number>
+Number& number_of(ScaleMemory<Number>& memory, std::size_t i) {
+  return memory.*scale_memory_rows<Number>[i].number;
+}
+template <class Number>
+const Number& number_of(const ScaleMemory<Number>& memory, std::size_t i) {
+  return memory.*scale_memory_rows<Number>[i].number;
+}
+
 /// Any update: the host's formula on tensors.
 class FormulaUpdate final : public DeviceUpdate {
  public:
   FormulaUpdate(const ScaleMemory<double>& values, const at::Tensor& scale)
       : number_(scale.options().dtype(number_type_on(scale.device()))) {
-    for (std::size_t i = 0; i < rows; ++i) of(memory_, i) = at::full({}, of(values, i), number_);
+    for (std::size_t i = 0; i < rows; ++i)
+      number_of(memory_, i) = at::full({}, number_of(values, i), number_);
     memory_.scale = memory_.skips = at::Tensor();  // they are the scaler's
   }
 
   void set(const ScaleMemory<double>& values) override {
     for (std::size_t i = 0; i < rows; ++i) {
-      if (of(memory_, i).defined()) of(memory_, i).fill_(of(values, i));
+      if (number_of(memory_, i).defined()) number_of(memory_, i).fill_(number_of(values, i));
     }
   }
   void read(ScaleMemory<double>& values) const override {
     for (std::size_t i = 0; i < rows; ++i) {
-      if (of(memory_, i).defined()) of(values, i) = of(memory_, i).item<double>();
+      if (number_of(memory_, i).defined())
+        number_of(values, i) = number_of(memory_, i).item<double>();
     }
   }
   void limit_growth_tracker(int64_t last) override { memory_.growth_tracker.clamp_max_(last); }
@@ -100,18 +111,12 @@ class FormulaUpdate final : public DeviceUpdate {
     const ScaleMemory<at::Tensor> after = after_update(options, before, found_inf != 0.);
     scale.copy_(after.scale);  // a number that stays is copied onto itself
     for (std::size_t i = 0; i < rows; ++i) {
-      if (of(memory_, i).defined()) of(memory_, i).copy_(of(after, i));
+      if (number_of(memory_, i).defined()) number_of(memory_, i).copy_(number_of(after, i));
     }
   }
 
  private:
   static constexpr std::size_t rows = std::size(scale_memory_rows<double>);
-  /// The number of row `i`.
-  template <class Memory>
-  static auto& of(Memory& memory, std::size_t i) {
-    using Number = std::remove_cvref_t<decltype(memory.scale)>;
-    return memory.*scale_memory_rows<Number>[i].number;
-  }
 
   at::TensorOptions number_;
   ScaleMemory<at::Tensor> memory_;  // without the scale and the skips

@@ -19,6 +19,7 @@
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
 #include "torchamp/detail/core/gradients/gradient_batch.h"
+#include "torchamp/detail/core/gradients/multiply.h"
 #include "torchamp/detail/core/gradients/shards.h"
 #include "torchamp/detail/core/gradients/unscale.h"
 #include "torchamp/detail/core/scaler/agreement-inl.h"
@@ -173,9 +174,9 @@ inline void find_infs(const std::vector<GradientBatch>& batches, const StepDivis
       found_inf);
 }
 
-/// Checks gradients that a fused step divides; what it is to divide them by. An error if it would
-/// divide one twice. A step that is tried again looks anew (a failed capture has taken its flag's
-/// memory with it), but for one that processes have agreed on: see Note [What processes agree on].
+/// Checks gradients that a fused step divides; what it is to divide them by. A step that is tried
+/// again looks anew (a failed capture has taken its flag's memory with it), but for one that
+/// processes have agreed on: see Note [What processes agree on].
 inline StepDivisor check_before_fused_step(torch::optim::Optimizer& optimizer, const Divisor& clip,
                                            OptimizerState& state, LossScale& scale) {
   using Agreement = OptimizerState::Agreement;
@@ -183,12 +184,7 @@ inline StepDivisor check_before_fused_step(torch::optim::Optimizer& optimizer, c
   const bool may_overflow = scale.may_be_below_one();
   StepDivisor divisor{clip.times(scale.scale()), clip};
   state.shards = shards_of(optimizer, "GradScaler::step");
-  // Asked only if two parameters have one gradient: torchamp's fused kernels write quotients to it.
-  const auto divides_in_place = [&] {
-    return (clip.defined() || !scale.stays_at_one()) && find_deferred_clip(optimizer);
-  };
-  const auto batches =
-      gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step", divides_in_place);
+  const auto batches = gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step");
   if (state.agreement == Agreement::binding) return divisor;
   state.agreement = Agreement::none;
   state.had_gradients = !batches.empty();

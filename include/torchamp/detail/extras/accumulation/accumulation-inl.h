@@ -68,6 +68,7 @@ inline void Accumulation::add_in_place(const at::Tensor& scaled) {
                     detail::any_parameter(optimizer_, detail::has_local_gradient))) {
     detail::take_model_gradients(optimizer_);
   }
+  detail::separate_window_gradients(optimizer_);
   stage_ = Stage::open;
   note_gradients();
   ++window_->pending;
@@ -100,7 +101,7 @@ inline void Accumulation::add_apart(const at::Tensor& scaled) {
   }
   if (++window_->pending == 1) {
     open_window();
-    began_at_ = detail::ClipCalls::now();
+    noted_at_ = detail::ClipCalls::now();
   }
   detail::clear_gradients(optimizer_);
   is_clear_ = true;
@@ -115,6 +116,7 @@ inline void Accumulation::note_gradients() {
   gradients_ = detail::count_gradients(optimizer_);
   snapshot_ = detail::Snapshot(detail::walk_window(optimizer_));
   taken_ = detail::gradients_moved();
+  noted_at_ = detail::ClipCalls::now();
 }
 
 inline void Accumulation::note_replayed_backward() {
@@ -165,7 +167,7 @@ inline std::optional<AccumulationResult> Accumulation::flush() {
 /// Of what was kept apart; the window is unchanged after an error.
 inline AccumulationResult Accumulation::step_with_mean() {
   check_scaled(terms_.flush);
-  TORCH_CHECK(before_step_ || !detail::ClipCalls::was_in_vain(began_at_, optimizer_), terms_.flush,
+  TORCH_CHECK(before_step_ || !detail::ClipCalls::was_in_vain(noted_at_, optimizer_), terms_.flush,
               ": a clip before this call found no gradients, since the sums are kept outside "
               ".grad. Clip in before_step([&] { clip_grad_norm_(optimizer, 1.); }).");
   warn_of_others(terms_.flush);
@@ -264,7 +266,9 @@ inline void Accumulation::check_window(const char* call) const {
 /// Whether the gradients of an open window are as the last backward() has left them, or masters
 /// have taken them since.
 inline bool Accumulation::is_as_left() const {
-  return taken_ != detail::gradients_moved() || snapshot_.is_same(detail::walk_window(optimizer_));
+  return taken_ != detail::gradients_moved() ||
+         (snapshot_.is_same(detail::walk_window(optimizer_)) &&
+          !detail::ClipCalls::has_clipped(noted_at_, optimizer_));
 }
 
 inline Accumulation::Look Accumulation::look() const {

@@ -19,6 +19,7 @@
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
 #include "torchamp/detail/core/gradients/optimizer_identity.h"
+#include "torchamp/detail/core/gradients/separate.h"
 #include "torchamp/detail/core/gradients/shards.h"
 #include "torchamp/detail/core/scaler/scaled_loss.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
@@ -115,21 +116,39 @@ inline StepResult no_step() {
   return ScalerParts::result(std::move(record));
 }
 
-/// The gradients that a window of the optimizer has, as a walk for a Snapshot: of its parameters,
-/// of weights whose masters these are, and those in the model that were not sent to shards.
+/// Calls `f` with each tensor that may hold a gradient of the optimizer's window, until it returns
+/// true; whether it did: each parameter, the weight whose master it is, and weights of the model
+/// whose gradients were not sent to shards.
+template <class F>
+bool any_holder(const torch::optim::Optimizer& optimizer, const F& f) {
+  const auto stops = [&f](const at::Tensor& tensor) { return tensor.defined() && f(tensor); };
+  if (any_parameter(optimizer, [&stops](const at::Tensor& parameter) {
+        return stops(parameter) || stops(narrow_of(parameter));
+      })) {
+    return true;
+  }
+  const auto unsent = unsent_of(optimizer);
+  return unsent && std::ranges::any_of(unsent->parameters(), stops);
+}
+
+/// The gradients that a window of the optimizer has, as a walk for a Snapshot.
 inline auto walk_window(const torch::optim::Optimizer& optimizer) {
   return [&optimizer](const auto& f) {
-    const auto stops = [&f](const at::Tensor& parameter) {
-      return parameter.defined() && gradient_of(parameter).defined() && f(gradient_of(parameter));
-    };
-    if (any_parameter(optimizer, [&stops](const at::Tensor& parameter) {
-          return stops(parameter) || stops(narrow_of(parameter));
-        })) {
-      return true;
-    }
-    const auto unsent = unsent_of(optimizer);
-    return unsent && std::ranges::any_of(unsent->parameters(), stops);
+    return any_holder(optimizer, [&f](const at::Tensor& tensor) {
+      return gradient_of(tensor).defined() && f(gradient_of(tensor));
+    });
   };
+}
+
+/// Gives each gradient of the window its own memory, before a backward adds to the gradients: see
+/// Note [Gradients in one memory].
+inline void separate_window_gradients(const torch::optim::Optimizer& optimizer) {
+  GradientSeparator separator;
+  any_holder(optimizer, [&](const at::Tensor& tensor) {
+    separator.add(tensor);
+    return false;
+  });
+  separator.separate();
 }
 
 /// Drops the gradients, and a clip of them that is left to the next step.

@@ -8,12 +8,7 @@
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 #include <c10/util/intrusive_ptr.h>
-#include <torch/optim/adagrad.h>
-#include <torch/optim/adam.h>
-#include <torch/optim/adamw.h>
 #include <torch/optim/optimizer.h>
-#include <torch/optim/rmsprop.h>
-#include <torch/optim/sgd.h>
 #include <torch/serialize/archive.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
@@ -24,43 +19,44 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/optim/kernels.h"
 #include "torchamp/detail/core/optim/state_tensors.h"
 #include "torchamp/detail/extras/distributed/buckets.h"
 #include "torchamp/detail/extras/distributed/collective.h"
 #include "torchamp/detail/extras/io/archives.h"
 #include "torchamp/detail/extras/masters/split_weight.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
+#include "torchamp/detail/extras/shared/optimizer_set.h"
 #include "torchamp/optim.h"
 #include "torchamp/training_checkpoint.h"
 
 namespace torchamp::detail {
 
-/// LibTorch's elementwise optimizers: the types of their groups' options and parameters' states.
-template <class OptimizerType, class OptionsType, class StateType>
-struct ElementwiseKind {
-  using Optimizer = OptimizerType;
-  using Options = OptionsType;
-  using State = StateType;
-};
+/// Whether the optimizer is known to treat each element independently.
+inline bool is_elementwise(const torch::optim::Optimizer& optimizer) {
+  if (const auto* const fused = dynamic_cast<const FusedOptimizer*>(&optimizer)) {
+    return fused->is_elementwise();
+  }
+  return any_libtorch_kind([&]<class Kind>(Kind) {
+    return Kind::is_elementwise && dynamic_cast<const typename Kind::Optimizer*>(&optimizer);
+  });
+}
 
-/// Calls visit(ElementwiseKind) with the kind of `optimizer`; false if it has none.
-template <class Visit>
-bool visit_kind(const torch::optim::Optimizer& optimizer, const Visit& visit) {
-  using namespace torch::optim;
-  const auto as = [&]<class Kind>(Kind kind) {
-    if (!dynamic_cast<const typename Kind::Options*>(&optimizer.defaults())) return false;
-    if (!dynamic_cast<const typename Kind::Optimizer*>(&optimizer) &&
-        !dynamic_cast<const FusedOptimizer*>(&optimizer)) {
-      return false;
-    }
-    visit(kind);
+/// An optimizer that reads and writes the archives of `optimizer`, which is_elementwise(), with its
+/// defaults and without groups.
+inline std::shared_ptr<torch::optim::Optimizer> counterpart_of(
+    const torch::optim::Optimizer& optimizer) {
+  if (const auto* const fused = dynamic_cast<const FusedOptimizer*>(&optimizer)) {
+    return fused->make_counterpart();
+  }
+  std::shared_ptr<torch::optim::Optimizer> made;
+  any_libtorch_kind([&]<class Kind>(Kind) {
+    if (!dynamic_cast<const typename Kind::Optimizer*>(&optimizer)) return false;
+    const auto& defaults = static_cast<const typename Kind::Options&>(optimizer.defaults());
+    made = std::make_shared<typename Kind::Optimizer>(ParamGroups(), defaults);
     return true;
-  };
-  return as(ElementwiseKind<Adam, AdamOptions, AdamParamState>()) ||
-         as(ElementwiseKind<AdamW, AdamWOptions, AdamWParamState>()) ||
-         as(ElementwiseKind<SGD, SGDOptions, SGDParamState>()) ||
-         as(ElementwiseKind<RMSprop, RMSpropOptions, RMSpropParamState>()) ||
-         as(ElementwiseKind<Adagrad, AdagradOptions, AdagradParamState>());
+  });
+  return made;
 }
 
 // Note [The state of a sharded optimizer in files]
@@ -95,12 +91,15 @@ class ShardGroup final : public StoredShards {
   }
 
   void check(const torch::optim::Optimizer& optimizer, const char* call) const override {
-    const bool fits = visit_kind(optimizer, [](auto) {});
+    bool all_fit = true;
+    for_each_optimizer(optimizer,
+                       [&](const torch::optim::Optimizer& one) { all_fit &= is_elementwise(one); });
     TORCH_CHECK_TYPE(
-        fits, call,
+        all_fit, call,
         ": this optimizer has shards of ShardedMasterWeights, and is not known to treat each "
-        "element independently. Use FusedAdam, FusedAdamW, FusedSGD or FusedAdagrad, or LibTorch's "
-        "Adam, AdamW, SGD, RMSprop or Adagrad; for others use MasterWeights.");
+        "element independently. Use ",
+        FusedNames::text(/*elementwise_only=*/true),
+        ", or LibTorch's Adam, AdamW, SGD, RMSprop or Adagrad; for others use MasterWeights.");
     any_parameter(optimizer, [](const at::Tensor& shard) {
       if (WeightMeta* const meta = weight_meta_of(shard)) meta->has_optimizer = true;
       return false;
@@ -119,21 +118,19 @@ class ShardGroup final : public StoredShards {
     check(optimizer, "save_together");
     const InternalOps internal;
     const bool writes = group_->getRank() == 0;
-    visit_kind(optimizer, [&]<class Kind>(Kind kind) {
-      const auto sharded = like(kind, optimizer, /*whole=*/false);
-      const auto whole = like(kind, optimizer, /*whole=*/true);
-      torch::serialize::OutputArchive archive;
-      optimizer.save(archive);
-      auto written = archive_of(bytes_of(archive));
-      sharded->load(written);
-      for_each_state(kind, *sharded, *whole, [&](const auto& own, void* key, std::size_t w) {
-        auto state = std::make_unique<typename Kind::State>(own);
-        for_each_state_tensor(
-            *state, [&](at::Tensor& tensor) { tensor = joined_state(w, tensor, writes); });
-        if (writes) whole->state()[key] = std::move(state);
-      });
-      if (writes) gathered_[&optimizer] = whole;
+    const auto sharded = like(optimizer, /*whole=*/false);
+    const auto whole = like(optimizer, /*whole=*/true);
+    torch::serialize::OutputArchive archive;
+    optimizer.save(archive);
+    auto written = archive_of(bytes_of(archive));
+    sharded->load(written);
+    for_each_state(*sharded, *whole, [&](const State& own, void* key, std::size_t w) {
+      auto state = own.clone();
+      for_each_tensor_in_state(
+          optimizer, *state, [&](at::Tensor& tensor) { tensor = joined_state(w, tensor, writes); });
+      if (writes) whole->state()[key] = std::move(state);
     });
+    if (writes) gathered_[&optimizer] = whole;
   }
 
   void save(const torch::optim::Optimizer& optimizer,
@@ -150,23 +147,22 @@ class ShardGroup final : public StoredShards {
             torch::serialize::InputArchive& archive) const override {
     check(optimizer, "TrainingCheckpoint::load");
     const InternalOps internal;
-    visit_kind(optimizer, [&]<class Kind>(Kind kind) {
-      const auto sharded = like(kind, optimizer, /*whole=*/false);
-      const auto whole = like(kind, optimizer, /*whole=*/true);
-      load_optimizer(*whole, archive);
-      for (std::size_t g = 0; g < whole->param_groups().size(); ++g) {
-        sharded->param_groups()[g].set_options(whole->param_groups()[g].options().clone());
-      }
-      for_each_state(kind, *whole, *sharded, [&](const auto& all, void* key, std::size_t w) {
-        auto state = std::make_unique<typename Kind::State>(all);
-        for_each_state_tensor(*state, [&](at::Tensor& tensor) { tensor = own_part(w, tensor); });
-        sharded->state()[key] = std::move(state);
-      });
-      torch::serialize::OutputArchive own;
-      sharded->save(own);
-      auto written = archive_of(bytes_of(own));
-      load_optimizer(optimizer, written);
+    const auto sharded = like(optimizer, /*whole=*/false);
+    const auto whole = like(optimizer, /*whole=*/true);
+    load_optimizer(*whole, archive);
+    for (std::size_t g = 0; g < whole->param_groups().size(); ++g) {
+      sharded->param_groups()[g].set_options(whole->param_groups()[g].options().clone());
+    }
+    for_each_state(*whole, *sharded, [&](const State& all, void* key, std::size_t w) {
+      auto state = all.clone();
+      for_each_tensor_in_state(optimizer, *state,
+                               [&](at::Tensor& tensor) { tensor = own_part(w, tensor); });
+      sharded->state()[key] = std::move(state);
     });
+    torch::serialize::OutputArchive own;
+    sharded->save(own);
+    auto written = archive_of(bytes_of(own));
+    load_optimizer(optimizer, written);
   }
 
   /// This process's shard, padded, of a tensor of the weight's shape.
@@ -181,14 +177,13 @@ class ShardGroup final : public StoredShards {
   }
 
  private:
-  /// An optimizer of LibTorch's with the groups of `optimizer` and no states, over its shards, or
-  /// over tensors without memory in the weights' shapes.
-  template <class Kind>
-  std::shared_ptr<typename Kind::Optimizer> like(Kind, const torch::optim::Optimizer& optimizer,
-                                                 bool whole) const {
-    const std::vector<torch::optim::OptimizerParamGroup> none;
-    const auto& defaults = static_cast<const typename Kind::Options&>(optimizer.defaults());
-    auto result = std::make_shared<typename Kind::Optimizer>(none, defaults);
+  using State = torch::optim::OptimizerParamState;
+
+  /// The counterpart of `optimizer`, with its groups and no states, over its shards, or over
+  /// tensors without memory in the weights' shapes.
+  std::shared_ptr<torch::optim::Optimizer> like(const torch::optim::Optimizer& optimizer,
+                                                bool whole) const {
+    std::shared_ptr<torch::optim::Optimizer> result = counterpart_of(optimizer);
     for (const auto& group : optimizer.param_groups()) {
       std::vector<at::Tensor> tensors;
       for (const at::Tensor& shard : group.params()) {
@@ -209,8 +204,8 @@ class ShardGroup final : public StoredShards {
   }
 
   /// Calls visit(state, key in `to`, weight) for each state of `from`, which has the same groups.
-  template <class Kind, class Visit>
-  static void for_each_state(Kind, torch::optim::Optimizer& from, torch::optim::Optimizer& to,
+  template <class Visit>
+  static void for_each_state(torch::optim::Optimizer& from, torch::optim::Optimizer& to,
                              const Visit& visit) {
     for (std::size_t g = 0; g < from.param_groups().size(); ++g) {
       for (std::size_t i = 0; i < from.param_groups()[g].params().size(); ++i) {
@@ -219,8 +214,7 @@ class ShardGroup final : public StoredShards {
         const auto state = from.state().find(mine.unsafeGetTensorImpl());
         if (state == from.state().end()) continue;
         const WeightMeta* const meta = weight_meta_of(mine);
-        visit(static_cast<const typename Kind::State&>(*state->second), other.unsafeGetTensorImpl(),
-              index_of(meta ? mine : other));
+        visit(*state->second, other.unsafeGetTensorImpl(), index_of(meta ? mine : other));
       }
     }
   }

@@ -40,6 +40,7 @@
 #include "torchamp/detail/core/optim/state_tensors.h"
 #include "torchamp/detail/extras/io/archive_file.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
+#include "torchamp/optim.h"
 
 namespace torchamp::detail {
 
@@ -190,11 +191,10 @@ inline void save_optimizer(torch::optim::Optimizer& optimizer,
 
 /// The kind of LibTorch's optimizers whose options were written; empty for any other.
 inline std::string kind_of_options(torch::serialize::InputArchive& archive) {
-  constexpr std::pair<const char*, const char*> kinds[] = {{"amsgrad", "an Adam or AdamW"},
-                                                           {"nesterov", "an SGD"},
-                                                           {"lr_decay", "an Adagrad"},
-                                                           {"centered", "an RMSprop"},
-                                                           {"max_iter", "an LBFGS"}};
+  constexpr std::pair<const char*, const char*> kinds[] = {
+      {"amsgrad", "an Adam or AdamW"}, {"ns_coefficients", "a FusedMuon"},
+      {"nesterov", "an SGD"},          {"lr_decay", "an Adagrad"},
+      {"centered", "an RMSprop"},      {"max_iter", "an LBFGS"}};
   c10::IValue option;
   for (const auto& [key, kind] : kinds) {
     if (archive.try_read(key, option)) return kind;
@@ -295,6 +295,15 @@ inline void fit_lbfgs_state(torch::optim::LBFGSParamState& state,
   fit(state.H_diag(), false);
 }
 
+/// Calls f with the tensors in a state of `optimizer`, of the parameter's shape.
+template <class F>
+void for_each_tensor_in_state(const torch::optim::Optimizer& optimizer,
+                              torch::optim::OptimizerParamState& state, const F& f) {
+  if (for_each_state_tensor(state, f)) return;
+  const auto* const fused = dynamic_cast<const FusedOptimizer*>(&optimizer);
+  if (fused) fused->for_each_state_tensor(state, f);
+}
+
 /// LibTorch loads state of any shape, with which the next step fails, and leaves it in the
 /// archive's dtype and on its device.
 inline void fit_state(torch::optim::Optimizer& optimizer) {
@@ -302,7 +311,7 @@ inline void fit_state(torch::optim::Optimizer& optimizer) {
   for (const at::Tensor& parameter : parameters) {
     const auto found = optimizer.state().find(parameter.unsafeGetTensorImpl());
     if (found == optimizer.state().end() || !found->second) continue;
-    for_each_state_tensor(*found->second, [&](at::Tensor& tensor) {
+    for_each_tensor_in_state(optimizer, *found->second, [&](at::Tensor& tensor) {
       TORCH_CHECK(tensor.sizes() == parameter.sizes(), "it holds state of shape ", tensor.sizes(),
                   " for parameter ", &parameter - parameters.data(), ", which is ",
                   parameter.sizes(), " in the program");

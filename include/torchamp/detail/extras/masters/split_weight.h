@@ -17,12 +17,13 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
-#include <optional>
+#include <string>
 #include <type_traits>
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/optim/kernels.h"
 
 namespace torchamp::detail {
 
@@ -47,10 +48,12 @@ namespace torchamp::detail {
 //     optimizer has stepped with, MasterWeights looks whether data() was asked for meanwhile
 
 /// The end of messages about split weights that other optimizers step.
-inline constexpr const char* split_needs_fused =
-    ". With MasterStorage::split half of each weight lies where only fused optimizers (FusedAdam, "
-    "FusedAdamW, FusedSGD, FusedAdagrad) and MasterWeights::load() write it. Step it with one of "
-    "those, or make the masters with MasterStorage::full.";
+inline std::string split_needs_fused() {
+  return ". With MasterStorage::split half of each weight lies where only fused optimizers (" +
+         FusedNames::text() +
+         ") and MasterWeights::load() write it. Step it with one of those, or make the masters "
+         "with MasterStorage::full.";
+}
 
 /// The data of a split weight besides the weight itself.
 struct SplitWeight final : WeightMeta {
@@ -71,7 +74,7 @@ struct SplitWeight final : WeightMeta {
   at::ScalarType step_dtype(const at::Tensor& /*weight*/) const override { return at::kFloat; }
   void refuse_plain_step(ErrorPlace where) const override {
     TORCH_CHECK_TYPE(false, where(), " belongs to a split weight, and this optimizer is not fused",
-                     split_needs_fused);
+                     split_needs_fused());
   }
   void note_gradient_dropped() override { was_taken = false; }
   /// The gradient was there for unscale_ to divide, so it is not a new one.
@@ -113,7 +116,7 @@ void check_split(const at::Tensor& weight, const Where& where) {
   if (!split) return;
   TORCH_CHECK_VALUE(split->fits(weight), where(), split_was_moved);
   TORCH_CHECK(split->is_unwritten(weight), where(),
-              " was written to since its masters were made or stepped", split_needs_fused);
+              " was written to since its masters were made or stepped", split_needs_fused());
 }
 
 /// The same, and for one that cannot be stepped with `gradient`.
@@ -134,7 +137,7 @@ void check_not_half_stepped(const at::Tensor& weight, const Where& where) {
   TORCH_CHECK(!split || !split->was_taken || !split->has_alias, where(),
               " was given a gradient that no fused optimizer has stepped with, and its data() or "
               "detach() was taken since, as LibTorch's SGD does to write it",
-              split_needs_fused,
+              split_needs_fused(),
               " (If there was no step: drop such gradients by the zero_grad() of MasterWeights.)");
 }
 
@@ -240,7 +243,7 @@ class SplitRuns {
       uint16_t h[size], l[size];
       std::memcpy(bits, from + i, sizeof bits);
       for (int k = 0; k < size; ++k) {
-        const bool is_nan = (bits[k] & 0x7fffffffU) > 0x7f800000U;
+        const bool is_nan = static_cast<int32_t>(bits[k] & 0x7fffffffU) > 0x7f800000;
         const uint32_t mask = 0U - uint32_t{is_nan};
         const uint32_t kept = (bits[k] & ~(mask & 0x7fffffffU)) | (mask & 0x7fc00000U);
         h[k] = static_cast<uint16_t>((kept + 0x8000U) >> 16);

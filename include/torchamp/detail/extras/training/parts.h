@@ -15,6 +15,7 @@
 #include <concepts>
 #include <cstdint>
 #include <functional>
+#include <iterator>
 #include <memory>
 #include <optional>
 #include <string>
@@ -26,6 +27,7 @@
 #include "torchamp/detail/extras/shared/captured_call.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/detail/extras/shared/model.h"
+#include "torchamp/detail/extras/shared/optimizer_set.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 
@@ -69,11 +71,26 @@ struct Choice {
 
 // ---- What the program passes --------------------------------------------------------------------
 
-/// A function that makes an optimizer of `Parameters`, and returns a pointer to it.
+template <class Made>
+concept OptimizerPointer = std::convertible_to<Made, std::shared_ptr<torch::optim::Optimizer>>;
+/// A pointer to an optimizer, or a vector of these.
+template <class Made>
+concept OptimizersMade = OptimizerPointer<Made> || requires(Made made) {
+  requires OptimizerPointer<decltype(std::move(*made.begin()))>;
+};
+template <OptimizersMade Made>
+OptimizerPointers pointers_of(Made made) {
+  if constexpr (OptimizerPointer<Made>) {
+    return {std::move(made)};
+  } else {
+    return {std::make_move_iterator(made.begin()), std::make_move_iterator(made.end())};
+  }
+}
+
+/// A function that makes an optimizer of `Parameters`, or several, and returns pointers to these.
 template <class Factory, class Parameters>
 concept MakesOptimizerOf = std::invocable<Factory&, Parameters> &&
-    std::convertible_to<std::invoke_result_t<Factory&, Parameters>,
-                        std::shared_ptr<torch::optim::Optimizer>>;
+    OptimizersMade<std::invoke_result_t<Factory&, Parameters>>;
 /// One that takes the parameters' names, too. (A generic lambda is not asked whether it would.)
 template <class Factory>
 concept MakesOptimizerOfNames =
@@ -260,17 +277,19 @@ struct MastersOption {
 struct CaptureOption {
   using Body = std::function<BodyResult(const Tensors&)>;
   /// And what is asked of the options before.
-  struct Maker : std::function<StepCapture(torch::optim::Optimizer&, const Model&, Body)> {
+  struct Maker : std::function<StepCapture(const OptimizerPointers&, const Model&, Body)> {
     bool when_possible = false;
   };
 
   template <class Options, class Graph = typename Options::Graph>
   static Maker maker_of(const Options& options) {
-    const auto make = [options](torch::optim::Optimizer& optimizer, const Model& model,
+    const auto make = [options](const OptimizerPointers& optimizers, const Model& model,
                                 Body body) -> StepCapture {
       Options of_model = options;
       of_model.models.push_back(model);
-      const auto graph = std::make_shared<Graph>(optimizer, std::move(body), of_model);
+      typename Graph::Optimizers stepped;
+      for (const auto& optimizer : optimizers) stepped.emplace_back(*optimizer);
+      const auto graph = std::make_shared<Graph>(std::move(stepped), std::move(body), of_model);
       return {[graph](const Tensors& inputs, const CapturedCall& call) -> const BodyResult& {
                 return graph->run(inputs, call);
               },
@@ -310,11 +329,11 @@ class StepScheduler {
   void step() const { step_(); }
 
   template <class Checkpoint>
-  void add_to(Checkpoint& checkpoint) {
+  void add_to(Checkpoint& checkpoint, const std::string& name) {
     TORCH_CHECK(plain_ || save_,
                 "TrainingStep: the scheduler has no save() and load(), so a file cannot hold it. "
                 "Give it both (LibTorch's StepLR needs none).");
-    plain_ ? checkpoint.add("scheduler", *plain_) : checkpoint.add("scheduler", *this);
+    plain_ ? checkpoint.add(name, *plain_) : checkpoint.add(name, *this);
   }
   void save(torch::serialize::OutputArchive& archive) const { save_(archive); }
   void load(torch::serialize::InputArchive& archive) { load_(archive); }
@@ -332,28 +351,34 @@ concept NamedScheduler = std::is_lvalue_reference_v<Given> && requires(Given giv
   given.step();
 };
 
-/// A scheduler, or a function that makes one for the optimizer.
+/// Schedulers, or a function that makes one for each optimizer.
 struct SchedulerOption {
-  using Maker = std::function<StepScheduler(torch::optim::Optimizer&)>;
+  using Maker = std::function<std::vector<StepScheduler>(const OptimizerPointers&)>;
 
-  template <class Scheduler>
-  requires requires(Scheduler& scheduler) { scheduler.step(); }
-  static Maker maker_of(Scheduler& scheduler) {
-    return [&scheduler](torch::optim::Optimizer&) {
-      return StepScheduler(std::shared_ptr<Scheduler>(std::shared_ptr<void>(), &scheduler));
+  template <class... Schedulers>
+  requires(sizeof...(Schedulers) > 0 && (... && NamedScheduler<Schedulers&>)) static Maker
+      maker_of(Schedulers&... schedulers) {
+    return [&schedulers...](const OptimizerPointers&) -> std::vector<StepScheduler> {
+      const std::shared_ptr<void> unowned;
+      return {StepScheduler(std::shared_ptr<Schedulers>(unowned, &schedulers))...};
     };
   }
   template <std::invocable<torch::optim::Optimizer&> Factory>
   static Maker maker_of(Factory factory) {
-    return [factory](torch::optim::Optimizer& optimizer) {
-      auto made = factory(optimizer);
-      using Scheduler = typename decltype(made)::element_type;
-      return StepScheduler(std::shared_ptr<Scheduler>(std::move(made)));
+    return [factory](const OptimizerPointers& optimizers) {
+      std::vector<StepScheduler> all;
+      for (const auto& optimizer : optimizers) {
+        auto made = factory(*optimizer);
+        using Scheduler = typename decltype(made)::element_type;
+        all.emplace_back(std::shared_ptr<Scheduler>(std::move(made)));
+      }
+      return all;
     };
   }
-  template <class Given>
-  requires(!std::invocable<Given, torch::optim::Optimizer&> && !NamedScheduler<Given>) static Maker
-      maker_of(Given&&) {
+  template <class Given, class... More>
+  requires(!std::invocable<Given, torch::optim::Optimizer&> &&
+           !(NamedScheduler<Given> && ... && NamedScheduler<More>)) static Maker
+      maker_of(Given&&, More&&...) {
     static_assert(is_never<Given>,
                   "TrainingStep: .scheduler takes a scheduler with step() by its name, which "
                   "outlives the TrainingStep, not a pointer to it: {.scheduler = scheduler}; or a "

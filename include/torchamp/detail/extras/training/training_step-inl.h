@@ -61,10 +61,11 @@ inline void TrainingStep::check(const TrainingStepOptions& options, bool makes) 
 
 /// What no scaler can step.
 inline void TrainingStep::check_optimizer() const {
-  TORCH_CHECK_VALUE(optimizer_, "TrainingStep: the factory has made no optimizer.");
-  TORCH_CHECK_VALUE(dynamic_cast<const torch::optim::LBFGS*>(optimizer_.get()) == nullptr,
-                    "TrainingStep: LBFGS evaluates the loss many times in a step. Call "
-                    "step(scaler, optimizer, closure) of torchamp/closure_step.h.");
+  for (const auto& optimizer : optimizers_) {
+    TORCH_CHECK_VALUE(dynamic_cast<const torch::optim::LBFGS*>(optimizer.get()) == nullptr,
+                      "TrainingStep: LBFGS evaluates the loss many times in a step. Call "
+                      "step(scaler, optimizer, closure) of torchamp/closure_step.h.");
+  }
   if (masters_) return;
   const auto has = [this](at::ScalarType dtype) {
     return detail::any_parameter(*optimizer_, [dtype](const at::Tensor& parameter) {
@@ -124,8 +125,9 @@ inline TrainingStep::TrainingStep(const detail::Model& model, TrainingStepOption
   } catch (...) {
     capture_ = {};
     accumulation_.reset();
-    scheduler_.reset();
+    schedulers_.clear();
     optimizer_.reset();
+    optimizers_.clear();
     group_.reset();
     if (std::exchange(masters_, nullptr)) before.put_back();
     throw;
@@ -138,10 +140,14 @@ inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOpt
     if (group_) group_->broadcast(*model_);
     masters_ = options.masters.make(model_, group_.get());
   }
-  optimizer_ = make(masters_ ? masters_->named_parameters() : model_->named_parameters().pairs());
+  optimizers_ = make(masters_ ? masters_->named_parameters() : model_->named_parameters().pairs());
+  const bool any_missing = std::ranges::find(optimizers_, nullptr) != optimizers_.end();
+  TORCH_CHECK_VALUE(!optimizers_.empty() && !any_missing,
+                    "TrainingStep: there is no optimizer: the list is empty, or the factory has "
+                    "made no optimizer.");
+  optimizer_ = detail::as_one(optimizers_);
   check_optimizer();
-  fused_ = dynamic_cast<FusedOptimizer*>(optimizer_.get());
-  if (options.scheduler.make) scheduler_.emplace(options.scheduler.make(*optimizer_));
+  if (options.scheduler.make) schedulers_ = options.scheduler.make(optimizers_);
   if (micro_batches_ > 1) {
     accumulation_.emplace(*scaler_, *optimizer_, micro_batches_);
     accumulation_->speak_in(detail::training_step_terms);
@@ -154,7 +160,7 @@ inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOpt
         "TrainingStep: iterations go on eagerly, with the same results: gradients are averaged on "
         "streams that a graph cannot hold. Leave out .capture or .group.");
   } else if (options.capture.make) {
-    capture_ = options.capture.make(*optimizer_, model_, [this](const Tensors& inputs) {
+    capture_ = options.capture.make(optimizers_, model_, [this](const Tensors& inputs) {
       has_run_body_ = true;
       detail::BodyResult made;
       made.of_step =
@@ -169,7 +175,14 @@ inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOpt
 
 /// What is left of the last window, or of backward passes of the program's own.
 inline void TrainingStep::clear_gradients() {
-  fused_ ? fused_->zero_grad() : optimizer_->zero_grad();
+  if (auto* const set = dynamic_cast<detail::OptimizerSet*>(optimizer_.get())) {
+    set->update_groups();
+  }
+  detail::clear_gradients(*optimizer_);
+  detail::any_parameter(*optimizer_, [](const at::Tensor& parameter) {
+    detail::note_gradient_dropped(parameter);
+    return false;
+  });
   if (masters_) detail::drop_model_gradients(*optimizer_);
 }
 
@@ -192,8 +205,12 @@ inline at::Tensor TrainingStep::without_graph(at::Tensor&& loss) {
 
 /// Throws where the program has called the scaler itself. (An Accumulation checks that, too.)
 inline void TrainingStep::check_not_used() const {
-  const bool used = scaler_->is_unscaled(*optimizer_) || scaler_->is_stepped(*optimizer_);
-  TORCH_CHECK(!used,
+  const auto is_used = [this](const torch::optim::Optimizer& optimizer) {
+    return scaler_->is_unscaled(optimizer) || scaler_->is_stepped(optimizer);
+  };
+  const bool any_used =
+      std::ranges::any_of(optimizers_, [&](const auto& optimizer) { return is_used(*optimizer); });
+  TORCH_CHECK(!any_used && !is_used(*optimizer_),
               "TrainingStep: the program has called the scaler's unscale_ or step for this "
               "optimizer in this iteration. Leave unscale_, step and update to the TrainingStep, "
               "and clip by .max_grad_norm. ",
@@ -301,7 +318,9 @@ inline void TrainingStep::check_inputs_may_be_left_out() {
 inline TrainingResult TrainingStep::count(TrainingResult result) {
   if (!result.ended_window()) return result;
   ++steps_;
-  if (scheduler_ && result.stepped()) scheduler_->step();
+  if (!schedulers_.empty() && result.stepped()) {
+    for (const detail::StepScheduler& scheduler : schedulers_) scheduler.step();
+  }
   if (log_) log_->add(steps_, result);
   return result;
 }
