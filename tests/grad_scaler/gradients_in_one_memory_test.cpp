@@ -56,13 +56,13 @@ struct TwoViews : torch::autograd::Function<TwoViews> {
   }
 };
 
-struct Case {
+struct LossCase {
   std::string name;
   at::IntArrayRef a, b;  ///< sizes
   std::function<Tensor(const Params&, const Tensor&)> loss;
   bool shares;  ///< whether the two gradients overlap
 };
-std::ostream& operator<<(std::ostream& out, const Case& one) {
+std::ostream& operator<<(std::ostream& out, const LossCase& one) {
   return out << one.name;
 }
 
@@ -70,9 +70,9 @@ Tensor two_views(const Params& p, const Tensor& factors, int64_t distance) {
   return TwoViews::apply(p[0], p[1], factors, distance);
 }
 
-const std::vector<Case>& cases() {
+const std::vector<LossCase>& loss_cases() {
   static constexpr int64_t four[]{4}, square[]{2, 2}, column[]{4, 1};
-  static const std::vector<Case> all{
+  static const std::vector<LossCase> all{
       {"positions", four, four,
        [](const Params& p, const Tensor& factors) {
          return ((p[0].unsqueeze(0) + p[1].unsqueeze(0)) * factors.narrow(0, 0, 4)).sum();
@@ -114,7 +114,7 @@ bool overlap(const Params& params) {
 }
 
 /// The parameters of a case with a third one, whose gradient shares nothing.
-Params params_of(const Case& one, at::TensorOptions options = {}) {
+Params params_of(const LossCase& one, at::TensorOptions options = {}) {
   torch::manual_seed(1);
   Params params;
   for (const at::IntArrayRef sizes : {one.a, one.b, at::IntArrayRef(one.a)}) {
@@ -123,13 +123,13 @@ Params params_of(const Case& one, at::TensorOptions options = {}) {
   return params;
 }
 
-Tensor loss_of(const Case& one, const Params& params, int64_t iteration) {
+Tensor loss_of(const LossCase& one, const Params& params, int64_t iteration) {
   const auto options = params[0].options().requires_grad(false);
   return one.loss(params, factors_of(iteration, options)) + params[2].pow(2).sum();
 }
 
 /// Clones of the gradients of a loss.
-Params gradients_of(const Case& one, const Params& params, int64_t iteration) {
+Params gradients_of(const LossCase& one, const Params& params, int64_t iteration) {
   Params gradients;
   for (const Tensor& g : torch::autograd::grad({loss_of(one, params, iteration)}, params)) {
     gradients.push_back(g.clone());
@@ -188,7 +188,7 @@ Tensor clip_scaled(GradScaler& scaler, Optimizer& optimizer, const Params& param
 }
 
 class GradientsInOneMemory
-    : public testing::TestWithParam<std::tuple<Case, std::string, at::DeviceType>> {
+    : public testing::TestWithParam<std::tuple<LossCase, std::string, at::DeviceType>> {
  protected:
   void SetUp() override {
     SKIP_WITHOUT(device());
@@ -196,7 +196,7 @@ class GradientsInOneMemory
     expected = copies(params);
     plain = kind().plain({OptimizerParamGroup(expected)});
   }
-  static const Case& one() { return std::get<0>(GetParam()); }
+  static const LossCase& one() { return std::get<0>(GetParam()); }
   static const Kind& kind() { return kind_named(std::get<1>(GetParam())); }
   static at::DeviceType device() { return std::get<2>(GetParam()); }
   static at::TensorOptions options() { return at::TensorOptions(device()).dtype(at::kFloat); }
@@ -218,7 +218,7 @@ class GradientsInOneMemory
 };
 
 INSTANTIATE_TEST_SUITE_P(Losses, GradientsInOneMemory,
-                         testing::Combine(testing::ValuesIn(cases()),
+                         testing::Combine(testing::ValuesIn(loss_cases()),
                                           testing::Values("sgd", "sgd_momentum", "adam"),
                                           testing::Values(at::kCPU, at::kPrivateUse1, at::kCUDA)),
                          [](const auto& test) {

@@ -23,14 +23,6 @@ using testing::HasSubstr;
 using testing::IsEmpty;
 using torchamp::GradScaler;
 
-/// Makes exceptions of the calling thread's warnings.
-class ThrownWarnings final : c10::WarningHandler {
-  void process(const c10::Warning& warning) override { throw std::runtime_error(warning.msg()); }
-
-  c10::WarningUtils::WarnAlways always_;
-  c10::WarningUtils::WarningHandlerGuard guard_{this};
-};
-
 constexpr const char* beside = "optimizer.step() steps with gradients that are too large";
 
 /// Two models on one input, the first stepped by a scaler.

@@ -103,9 +103,9 @@ struct KeptResult {
 };
 
 /// A scaler and its plain model, side by side.
-class Pair {
+class ScalerPair {
  public:
-  Pair(GradScalerOptions options, at::TensorOptions where, bool rule_on_device)
+  ScalerPair(GradScalerOptions options, at::TensorOptions where, bool rule_on_device)
       : plain(options), where_(where), rule_on_device_(rule_on_device) {
     renew();
     weight_ = at::zeros({2}, where).requires_grad_();
@@ -185,7 +185,7 @@ TEST_P(GradScalerOn, WalksAsItsPlainModelWhateverSetsItsState) {
   const auto chance = [&](unsigned of) { return random() % of == 0; };
   for (GradScalerOptions options : all_options()) {
     options.at_min_scale = AtLimit::keep_going;
-    Pair pair(options, this->options(), GetParam().rule_on_device);
+    ScalerPair pair(options, this->options(), GetParam().rule_on_device);
     for (int i = 0; i < 80 && !HasFailure(); ++i) {
       SCOPED_TRACE(c10::str("options of hysteresis ", options.hysteresis, ", call ", i));
       const double scale = std::exp2(2 + static_cast<double>(random() % 10));
