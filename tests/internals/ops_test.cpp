@@ -68,13 +68,13 @@ TEST(Policy, SetIsTheDoorOfEveryRuleOfTheTable) {
     EXPECT_FALSE(row.effect.empty()) << name;
     EXPECT_NE(printed.str().find('\n' + name + ": " + std::string(row.effect) + '\n'),
               std::string::npos);
+    const std::string call = fp8 ? "torchamp::fp8" : "Policy::" + name;
     EXPECT_ERROR(Policy::standard().set(row.cast, {"softmaks"}),
-                 "Policy::" + name + ": LibTorch knows no op 'softmaks'. Did you mean 'softmax'?");
+                 call + ": LibTorch knows no op 'softmaks'. Did you mean 'softmax'?");
     if (row.casts) {
       const std::string writes = row.cast == Cast::promote ? "add.out" : "add_";
-      EXPECT_ERROR(
-          Policy::standard().set(row.cast, {writes}),
-          "Policy::" + name + ": '" + writes + "' cannot " + (fp8 ? "run in fp8" : "be cast"));
+      EXPECT_ERROR(Policy::standard().set(row.cast, {writes}),
+                   call + ": '" + writes + "' cannot " + (fp8 ? "run in fp8" : "be cast"));
       const char* const other = fp8 ? "linear" : "relu";
       EXPECT_EQ(Policy::torch().set(row.cast, {other}).lookup(other, at::kCPU), row.cast);
     } else {

@@ -272,7 +272,7 @@ TEST(Policy, PromoteGoesToTheWidestDtypeAmongTheArgumentsWhateverTheRegions) {
   EXPECT_EQ(fp16.dot(fp16).scalar_type(), at::kHalf) << "as under Policy::torch()";
   EXPECT_EQ(at::atan2(fp16, fp16).scalar_type(), at::kHalf);
   EXPECT_EQ(at::addcmul(fp16, fp16, fp16).scalar_type(), at::kHalf);
-  EXPECT_EQ(at::scatter_add(fp16, 0, index, fp16).scalar_type(), at::kHalf);
+  EXPECT_EQ(at::scatter_add(fp16, 0, index, fp16).scalar_type(), at::kFloat) << "it sums";
   EXPECT_EQ(at::index_put(fp16, {index}, fp16).scalar_type(), at::kHalf);
   EXPECT_EQ(fp16.dot(bf16).scalar_type(), at::kFloat) << "neither holds the other";
   EXPECT_EQ(at::atan2(ones(at::kFloat, {3}), fp16).scalar_type(), at::kFloat);
