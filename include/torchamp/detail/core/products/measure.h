@@ -2,6 +2,7 @@
 // Which products a CPU is slow in.
 #pragma once
 
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/ivalue.h>
@@ -21,14 +22,24 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/runtime/native_kernel.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
 namespace torchamp::detail {
 
-/// Ops for a measurement: without the state of the thread, and unknown to profilers.
+/// Ops for a measurement: without the state of the thread, and unknown to profilers. On one thread:
+/// while other programs use the cores, several wait for each other, in fp32 as long as in 16 bits.
 class PlainOps {
+ public:
+  PlainOps() { at::set_num_threads(1); }
+  PlainOps(const PlainOps&) = delete;
+  PlainOps& operator=(const PlainOps&) = delete;
+  ~PlainOps() { at::set_num_threads(threads_); }
+
  private:
+  NoWarning of_threads_that_are_set_late_{""};
+  int threads_ = at::get_num_threads();
   InternalOps internal_;
   c10::impl::ForceDispatchKeyGuard no_modes_{c10::default_included_set, c10::default_excluded_set};
   at::DisableRecordFunctionGuard not_recorded_;
@@ -47,7 +58,8 @@ double least_seconds(const F& call) {
   using Clock = std::chrono::steady_clock;
   call();
   double least = std::numeric_limits<double>::max(), all = 0;
-  for (int i = 0; i < 5 && all < 2e-3; ++i) {
+  // Other programs make single calls slow.
+  for (int i = 0; i < 20 && (i < 5 || all < 5e-3); ++i) {
     const auto begin = Clock::now();
     call();
     const double seconds = std::chrono::duration<double>(Clock::now() - begin).count();
