@@ -22,6 +22,7 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/optim/kernels.h"
 #include "torchamp/detail/extras/graph/captured_iteration.h"
 #include "torchamp/detail/extras/graph/make_recorder.h"
 #include "torchamp/detail/extras/graph/recorder.h"

@@ -218,7 +218,7 @@ TEST(TrainingStepOfAScript, TrainsItsHeadAndLeavesItsFrozenBackbone) {
   const Tensor head = script.attr("weight").toTensor();
   const Tensor before = head.detach().clone();
   const Tensor frozen = script.attr("backbone").toModule().attr("weight").toTensor().clone();
-  torch::optim::SGD optimizer(std::vector<Tensor>{head}, 0.1);
+  torch::optim::SGD optimizer(std::vector<Tensor>{head}, 1e-3);
   TrainingStep train(script, optimizer, {.dtype = at::kBFloat16});
   const Tensor x = torch::ones({3, 8});
   double first = 0., last = 0.;
