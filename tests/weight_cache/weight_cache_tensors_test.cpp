@@ -22,7 +22,7 @@ using torchamp::WeightCache;
 using weight_caches::WeightCaches;
 using weight_caches::with;
 
-constexpr WeightCache all_caches[] = {WeightCache::libtorch, WeightCache::region,
+const WeightCache all_caches[] = {WeightCache::libtorch, WeightCache::region,
                                       WeightCache::window, WeightCache::kept,
                                       torchamp::weights_together()};
 
