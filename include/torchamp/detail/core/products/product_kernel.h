@@ -123,7 +123,7 @@ class ProductKernel final : public c10::OperatorKernel {
     return dtype;
   }
 
-  /// Whether the product of two matrices is that of a matrix and a vector.
+  /// Whether one of two matrices is a vector: has one row on the left, or one column on the right.
   bool is_of_a_vector(const c10::IValue* arguments) const {
     if (!vector_operands_) return false;
     const at::Tensor& left = arguments[vector_operands_->first].toTensor();
