@@ -48,7 +48,7 @@ class ParameterCopies {
   explicit ParameterCopies(const torch::optim::Optimizer& optimizer) {
     if (dynamic_cast<const FusedOptimizer*>(&optimizer)) return;
     any_parameter(optimizer, [this](const at::Tensor& parameter) {
-      if (parameter.defined()) copies_.emplace_back(parameter, parameter.detach().clone());
+      copies_.emplace_back(parameter, parameter.detach().clone());
       return false;
     });
   }

@@ -156,12 +156,12 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
 };
 
 /// A FusedOptimizer that steps with `Kernel`: one of those below, or one of your own, which need
-/// not be ATen's (see torchamp/detail/core/optim/kernels.h for what it has).
+/// not be ATen's (see torchamp/detail/core/optim/kernel.h for its parts).
 template <detail::OptimizerKernel Kernel>
 class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
  public:
-  using Options = typename Kernel::Options;  ///< of a group, LibTorch's type
-  using State = typename Kernel::State;      ///< of a parameter, LibTorch's type
+  using Options = typename Kernel::Options;  ///< of a group: LibTorch's type, or MuonOptions
+  using State = typename Kernel::State;      ///< of a parameter: LibTorch's, or MuonParamState
 
   /// `defaults` apply to groups without their own options. Errors: options that are out of range or
   /// another optimizer's.

@@ -49,9 +49,9 @@ struct MuonSplitOptions {
 ///     torchamp::FusedAdamW adamw(others, torch::optim::AdamWOptions(3e-4));
 ///     torchamp::TrainingStep train(model, {muon, adamw});
 ///
-/// `matrices` has the parameters of at least two dimensions, except for those of embeddings
-/// (torch::nn::Embedding and EmbeddingBag) and heads; `others` has all other parameters. A
-/// parameter that several modules share is there once, and in `others` if one of these is an
+/// `matrices` has the parameters of at least two dimensions, except for the parameters of
+/// embeddings (torch::nn::Embedding and EmbeddingBag) and heads; `others` has all other parameters.
+/// A parameter that several modules share is there once, and in `others` if one of these is an
 /// embedding or a head. Errors: a name in `heads` or `parameters` that the model does not have.
 inline MuonSplit split_for_muon(const detail::Model& model, const MuonSplitOptions& options = {});
 

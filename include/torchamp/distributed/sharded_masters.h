@@ -89,8 +89,8 @@ struct ShardedMasterWeightsOptions {
 /// other files, see gather().
 ///
 /// Optimizers must treat each element independently: the fused ones except FusedMuon, and
-/// LibTorch's Adam, AdamW, SGD, RMSprop and Adagrad. Any other is an error in GradScaler::step and unscale_ or, without a
-/// scaler, in copy_to_model(); see check_optimizer().
+/// LibTorch's Adam, AdamW, SGD, RMSprop and Adagrad. Any other is an error in GradScaler::step and
+/// unscale_ or, without a scaler, in copy_to_model(); see check_optimizer().
 ///
 /// Construction, backward(), clipping, the scaler's step and copy_to_model() are collective: all
 /// processes call them equally often, see Note [Collective calls]. Buffers stay local;

@@ -81,7 +81,7 @@ TORCHAMP_BODY void prepare_region(const char* call, const PolicyData& policy,
                                   at::ScalarType dtype) {
   policy.compile_once(device_index);
   const at::DeviceType device = autocast_devices[device_index];
-  if (device == at::kCPU) prepare_cpu_products(dtype);
+  if (device == at::kCPU && is_16_bit(dtype)) prepare_cpu_products(dtype);
   const OpRule* const rule = is_16_bit(dtype) ? policy.op_rule() : nullptr;
   if (rule != nullptr) rule->prepare(call, policy, device, dtype);
   if (weight_casts != nullptr) weight_casts->prepare(device);

@@ -34,7 +34,7 @@ namespace torchamp::detail {
 class GradientNorms {
  public:
   GradientNorms() = default;
-  /// Of gradients of 32 or 16 bits on one device, that of the first one.
+  /// Of the gradients of 32 or 16 bits that are on the device of the first such gradient.
   explicit GradientNorms(const std::vector<at::Tensor>& gradients) {
     for (const at::Tensor& gradient : gradients) {
       const bool counts =

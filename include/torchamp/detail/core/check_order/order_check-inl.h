@@ -80,8 +80,8 @@ TORCHAMP_BODY auto OrderCheck::made_at(When when, const Moment& moment) -> Sente
 
 // ---- Backward without scale() -------------------------------------------------------------------
 
-/// Zeros are right at any scale: those of a batch that was passed over, say. Looks on the host
-/// alone, because a step waits for no device.
+/// Zeros, as of a batch that was passed over, are right at any scale. Reads only host memory,
+/// because a step waits for no device.
 inline bool may_be_not_zero(const at::Tensor& gradient) {
   const InternalOps guard;
   const bool is_read = gradient.is_cpu() && gradient.layout() == at::kStrided;

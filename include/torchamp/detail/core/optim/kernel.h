@@ -17,8 +17,8 @@ namespace torchamp::detail {
 
 /// What distinguishes one fused optimizer from another:
 ///
-///     LibTorch           the class of its counterpart there, whose constructor checks the options
-///                        and which reads and writes archives
+///     LibTorch           the class of its counterpart there, or a StoredOptimizer: its constructor
+///                        checks the options, and it reads and writes archives
 ///     Options, State     the types that go with that
 ///     name               for error texts
 ///     apart              whether a call needs parameters with one common count of steps

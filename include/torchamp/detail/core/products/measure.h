@@ -2,6 +2,7 @@
 // Which products a CPU is slow in.
 #pragma once
 
+#include <ATen/Config.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -17,6 +18,7 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <vector>
@@ -30,14 +32,19 @@ namespace torchamp::detail {
 
 /// Ops for a measurement: without the state of the thread, and unknown to profilers. On one thread:
 /// while other programs use the cores, several wait for each other, in fp32 as long as in 16 bits.
+/// (If LibTorch is built without OpenMP, the first number of threads is final, so it stays.)
 class PlainOps {
  public:
-  PlainOps() { at::set_num_threads(1); }
+  PlainOps() { set_threads(1); }
   PlainOps(const PlainOps&) = delete;
   PlainOps& operator=(const PlainOps&) = delete;
-  ~PlainOps() { at::set_num_threads(threads_); }
+  ~PlainOps() { set_threads(threads_); }
 
  private:
+  static void set_threads(int threads) {
+    if (AT_PARALLEL_OPENMP) at::set_num_threads(threads);
+  }
+
   NoWarning of_threads_that_are_set_late_{""};
   int threads_ = at::get_num_threads();
   InternalOps internal_;
@@ -94,7 +101,7 @@ inline bool multiplies_slowly(at::ScalarType dtype) {
   });
 }
 
-/// The backward pass tells: LibTorch has fast convolutions in fp16 only for inference.
+/// Measures the backward pass: LibTorch has fast convolutions in fp16 only for inference.
 inline bool convolves_slowly(at::ScalarType dtype) {
   const at::Tensor input = at::ones({1, 16, 16, 16}, dtype),
                    weight = at::ones({16, 16, 3, 3}, dtype);
@@ -139,8 +146,8 @@ inline bool runs_lstm(at::ScalarType dtype) try {
   return false;
 }
 
-/// Whether LibTorch takes much longer for such products in `dtype` than for those in fp32, or has
-/// none. Takes some milliseconds.
+/// Whether LibTorch takes much longer for such products in `dtype` than in fp32, or has none. Takes
+/// some milliseconds.
 inline bool is_slow_in(ProductFamily family, at::ScalarType dtype) {
   const PlainOps plain;
   if (family == ProductFamily::layers) return !runs_lstm(dtype);

@@ -47,11 +47,10 @@ namespace torchamp::detail {
 /// An operand in fp32, with the order of its dimensions in memory. Of elements that are repeated,
 /// as after expand(), one is converted.
 inline at::Tensor in_fp32(const at::Tensor& tensor) {
-  const at::IntArrayRef strides = tensor.strides();
   at::Tensor distinct = tensor;
   bool repeats = false;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (strides[dim] != 0 || tensor.size(dim) < 2) continue;
+    if (tensor.stride(dim) != 0 || tensor.size(dim) < 2) continue;
     distinct = distinct.narrow(dim, 0, 1);
     repeats = true;
   }
@@ -124,7 +123,7 @@ class ProductKernel final : public c10::OperatorKernel {
     return dtype;
   }
 
-  /// Whether the product of two matrices is that of a matrix and a vector.
+  /// Whether one of two matrices is a vector: has one row on the left, or one column on the right.
   bool is_of_a_vector(const c10::IValue* arguments) const {
     if (!vector_operands_) return false;
     const at::Tensor& left = arguments[vector_operands_->first].toTensor();

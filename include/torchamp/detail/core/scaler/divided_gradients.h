@@ -48,7 +48,7 @@ class DividedGradients {
     std::vector<Part> parts{};  // of the gradients
     bool any_changed = false;   // by a backward
 
-    /// Gradients that a backward has changed become those of `optimizer`, which divides them.
+    /// Gradients that a backward has changed belong to `other` from now on, which divides them.
     void release(const torch::optim::Optimizer& other) {
       if (!any_changed) return;
       any_gradient(other, [this](const at::Tensor& gradient) {
@@ -162,8 +162,9 @@ class DividedGradients {
     return before;
   }
   void backward_ends(const Before& before) {
-    for (const auto& [optimizer, gradients] : before) {
-      const auto is_it = [&](const Owner& owner) { return owner.optimizer == optimizer; };
+    for (const auto& one : before) {  // lambdas of clang++ 14 capture no structured bindings
+      const Snapshot& gradients = one.second;
+      const auto is_it = [&](const Owner& owner) { return owner.optimizer == one.first; };
       const auto owner = std::find_if(owners_.begin(), owners_.end(), is_it);
       if (owner == owners_.end() || gradients.size() != owner->gradients.size()) continue;
       gradients.any_change(now(*owner), [&](std::size_t i, Change change, const at::Tensor& now) {

@@ -56,3 +56,7 @@ class ScaledLoss final : public torch::autograd::FunctionPreHook {
 };
 
 }  // namespace torchamp::detail
+
+#if TORCHAMP_BODIES
+#include "torchamp/detail/core/scaler/scaled_loss-inl.h"  // IWYU pragma: export
+#endif

@@ -33,8 +33,7 @@ namespace torchamp::detail {
 
 // ---- Errors of calls in a wrong order -----------------------------------------------------------
 
-/// Whether there are gradients that unscale_ has not seen. `moved`: masters were given some since,
-/// by MasterWeights::give_to_optimizer, which writes WeightMeta::moved.
+/// Whether gradients came after unscale_. `moved`: move_gradients() has given masters some since.
 inline bool any_came_later(const torch::optim::Optimizer& optimizer, const OptimizerState& state,
                            bool moved) {
   if (moved) return true;

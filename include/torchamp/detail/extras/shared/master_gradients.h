@@ -44,7 +44,7 @@ struct MovedGradient {
   at::Tensor sum = {};  // in fp32: the owner's gradient, plus the weight's
 };
 
-/// Adds the gradients of weights to those of their owners, in fp32, and clears them. Weights
+/// Adds the gradients of weights to the owners' gradients, in fp32, and clears them. Weights
 /// without a gradient, and split ones whose gradient is fp32 already, are left out. Returns whether
 /// any was moved. If it throws, the model still has its gradients.
 inline bool move_gradients(std::vector<MovedGradient> gradients) {
