@@ -83,7 +83,7 @@ TEST_F(Environment, AnFp8RuleInTheFileIsAnErrorThatSaysWhereItBelongs) {
     expect("file:" + path,
            "TORCHAMP_POLICY: torchamp::load_policy: '.*torchamp_environment_fp8_policy.txt': line "
            "2: an fp8 rule cannot come from the environment. Give it in the program, by "
-           "fp8() or load_policy");
+           "fp8\\(\\) or load_policy");
   }
   std::remove(path.c_str());
 }
