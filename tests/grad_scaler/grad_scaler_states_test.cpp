@@ -163,11 +163,11 @@ TEST(GradScalerStates, OptimizersAreApart) {
 
 TEST(GradScalerStates, TakesNoOptimizerForOneOfOtherParametersThatWasAtItsAddress) {
   const auto walk = [](auto kind) {
-    using Kind = typename decltype(kind)::type;
+    using Stepper = typename decltype(kind)::type;
     torchamp::GradScaler scaler({.init_scale = 4.});
     scaler.scale(torch::ones({}));
     const torch::optim::SGDOptions options(1.);
-    std::optional<Kind> optimizer;
+    std::optional<Stepper> optimizer;
     const at::Tensor a = parameter_with(torch::full({1}, 4.));
     optimizer.emplace(std::vector<at::Tensor>{a}, options);
     scaler.unscale_(*optimizer);
