@@ -47,13 +47,13 @@ std::string counted_line(const std::string& name, const WeightCache& cache) {
     x.backward(input);
     after = kernels();
   }
-  return "| `WeightCache::" + name + "` | " + std::to_string(between - before) + " | " +
+  return "| `" + name + "` | " + std::to_string(between - before) + " | " +
          std::to_string(after - between) + " |";
 }
 
 TEST(CastCosts, AreThoseOfTheGuide) {
-  expect_on_contributors_page(counted_line("libtorch", WeightCache::libtorch));
-  expect_on_contributors_page(counted_line("together", torchamp::weights_together()));
+  expect_on_contributors_page(counted_line("WeightCache::libtorch", WeightCache::libtorch));
+  expect_on_contributors_page(counted_line("weights_together()", torchamp::weights_together()));
 }
 
 }  // namespace
