@@ -68,6 +68,7 @@ struct Training {
   TrainingCheckpoint checkpoint;
 };
 
+#ifdef __linux__
 void expect_same(const Training& one, const Training& other) {
   EXPECT_EQ(one.epoch, other.epoch);
   EXPECT_EQ(one.position, other.position);
@@ -78,6 +79,7 @@ void expect_same(const Training& one, const Training& other) {
     EXPECT_TRUE(at::equal(one.net->parameters()[i], other.net->parameters()[i])) << i;
   }
 }
+#endif
 
 TEST(TrainingCheckpointOfAStep, ResumesInTheMiddleOfAnEpochAfterAKillBitForBit) {
 #ifdef __linux__

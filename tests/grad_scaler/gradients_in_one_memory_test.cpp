@@ -31,14 +31,10 @@
 #include "support/out_of_memory.h"
 #include "support/tolerances.h"
 
-namespace {
+// On Windows, a torch::autograd::Function must be of a type with external linkage.
+namespace gradients_in_one_memory {
 
 using torch::autograd::AutogradContext;
-using torchamp::GradScaler;
-
-constexpr double scale_at_first = 8.;
-
-// ---- Losses whose gradients share memory --------------------------------------------------------
 
 /// Two parameters of four elements each. Backward returns two views of one tensor, `distance`
 /// elements apart.
@@ -55,6 +51,17 @@ struct TwoViews : torch::autograd::Function<TwoViews> {
     return {all.narrow(0, 0, 4), all.narrow(0, distance, 4), {}, {}};
   }
 };
+
+}  // namespace gradients_in_one_memory
+
+namespace {
+
+using gradients_in_one_memory::TwoViews;
+using torchamp::GradScaler;
+
+constexpr double scale_at_first = 8.;
+
+// ---- Losses whose gradients share memory --------------------------------------------------------
 
 struct LossCase {
   std::string name;

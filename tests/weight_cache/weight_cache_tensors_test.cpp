@@ -22,9 +22,8 @@ using torchamp::WeightCache;
 using weight_caches::WeightCaches;
 using weight_caches::with;
 
-const WeightCache all_caches[] = {WeightCache::libtorch, WeightCache::region,
-                                      WeightCache::window, WeightCache::kept,
-                                      torchamp::weights_together()};
+const WeightCache all_caches[] = {WeightCache::libtorch, WeightCache::region, WeightCache::window,
+                                  WeightCache::kept, torchamp::weights_together()};
 
 TEST_F(WeightCaches, PassTangentsOn) {
   const auto weight = leaf({4, 4}), other = leaf({4, 4});
