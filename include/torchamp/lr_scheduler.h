@@ -35,7 +35,7 @@ struct WarmupOptions {
 /// Base of WarmupCosine and WarmupLinear: an LRScheduler whose rates depend only on the full rates
 /// and on the number of steps.
 ///
-/// The full rate of a group is the one that it had at construction, or, of a group added later, at
+/// The full rate of a group is its rate at construction, or, if it was added later, at
 /// the next step(). After n calls of step() the rate is the full rate times
 ///
 ///     n / warmup_steps            while n < warmup_steps; so the first step has a rate of 0
@@ -53,8 +53,8 @@ class WarmupScheduler : public torch::optim::LRScheduler {
     archive.write("full_rates", c10::IValue(full_rates_));
   }
 
-  /// Reads what save() wrote, and sets the rates of the optimizer. The options remain those of
-  /// construction. If the archive has another number of groups, throws and changes nothing.
+  /// Reads what save() wrote, and sets the rates of the optimizer. The options remain the options
+  /// of construction. If the archive has another number of groups, throws and changes nothing.
   void load(torch::serialize::InputArchive& archive) {
     c10::IValue steps, rates;
     archive.read("steps", steps);

@@ -56,8 +56,8 @@ inline const bool fp8_is_registered = [] {
 /// the products that it has called. Never synchronises. Keeps no statistics between calls; 8-bit
 /// forms of parameters are cached like casts of weights: see AutocastOptions::cache.
 ///
-/// Errors: those of Policy::set, and any other op; with `options.strict`, a device that cannot, at
-/// the guard (for a module's policy, at its forward).
+/// Errors: the errors of Policy::set, and any other op; with `options.strict`, a device that
+/// cannot, at the guard (for a module's policy, at its forward).
 [[nodiscard]] inline Policy fp8(const Policy& policy, const OpNames& ops,
                                 const Fp8Options& options = {}, const When& when = {}) {
   auto edited = std::make_shared<detail::PolicyData>(*policy.data());

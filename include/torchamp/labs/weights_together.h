@@ -63,7 +63,7 @@ namespace TORCHAMP_NAMESPACE {
 /// region that LibTorch does not count. A gradient hook that is registered between forward and
 /// backward may get an undefined gradient. No gradient comes to a `w.t()` that the program keeps,
 /// but to `w`. A weight of ops that a policy's predicate decides about, and of others, has two
-/// casts. Statistics and budget are those of the other caches only.
+/// casts. Only the other caches have statistics and a budget.
 inline WeightCache weights_together() {
   return {detail::WeightKeep::Until::region_ends, &detail::casts_together};
 }
