@@ -24,7 +24,7 @@ namespace {
 using at::Tensor;
 using torchamp::AutocastGuard;
 using torchamp::Policy;
-using Stack = std::vector<c10::IValue>;
+using Arguments = std::vector<c10::IValue>;
 
 struct Call {
   c10::OperatorHandle op;
@@ -37,8 +37,8 @@ bool is_optional_dtype(const c10::Argument& argument) {
 }
 
 /// One value for each argument: the tensor, the order, dimension 1, and the defaults.
-std::optional<Stack> arguments(const Call& call, const Tensor& x) {
-  Stack stack;
+std::optional<Arguments> arguments(const Call& call, const Tensor& x) {
+  Arguments stack;
   for (const c10::Argument& argument : call.op.schema().arguments()) {
     const std::string type = argument.real_type()->str();
     const std::string& name = argument.name();
@@ -74,7 +74,7 @@ struct ValueAndGradient {
 std::optional<ValueAndGradient> outcome(const Call& call, const Tensor& numbers,
                                         std::optional<AutocastGuard>* guard = nullptr) {
   const Tensor x = numbers.detach().clone().requires_grad_();
-  std::optional<Stack> stack = arguments(call, x);
+  std::optional<Arguments> stack = arguments(call, x);
   if (!stack) return std::nullopt;
   call.op.callBoxed(*stack);
   if (guard != nullptr) guard->reset();

@@ -14,6 +14,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "torchamp/detail/core/base/devices.h"
@@ -96,8 +97,8 @@ class Multiplication {
       : batch_(batch), factor_(factor.to(batch.dtype)) {}
   /// By `factor`, 0-dim fp32 on their device (exactly 1 changes nothing). The constructor or run()
   /// sets `flag` as check_batch() does for the previous values.
-  Multiplication(const GradientBatch& batch, const at::Tensor& factor, const at::Tensor& flag)
-      : batch_(batch), factor_(factor), flag_(flag) {
+  Multiplication(const GradientBatch& batch, const at::Tensor& factor, at::Tensor flag)
+      : batch_(batch), factor_(factor), flag_(std::move(flag)) {
     if (unscale_kernel_takes(batch)) return;
     const bool is_narrow = is_16_bit(batch.dtype);
     if (is_narrow) copies_.emplace(batch);

@@ -70,7 +70,7 @@ class ProductKernel final : public c10::OperatorKernel {
         result_count_(schema.returns().size()) {
     for (std::size_t i = 0; i < argument_count_; ++i) {
       const c10::Argument& argument = schema.arguments()[i];
-      if (holds_tensor(*argument.type())) operands_.push_back(Operand(argument, i));
+      if (holds_tensor(*argument.type())) operands_.emplace_back(argument, i);
     }
     if (schema.name() == "aten::mm") vector_operands_ = {0, 1};
     if (schema.name().starts_with("aten::addmm")) vector_operands_ = {1, 2};
