@@ -4,6 +4,7 @@
 #
 #   torchamp::library   a static library, built once in a project if a target links it
 #   torchamp::compiled  compiled.cpp as a source of each target that links it, with that target's flags
+#
 # Both are imported targets. So if a package's targets link them, the package's export names them.
 
 set(_torchamp_compiled ${CMAKE_CURRENT_LIST_DIR}/compiled.cpp)

@@ -2,6 +2,7 @@
 # Writes torchamp.h, and all headers of torchamp that it includes, as one file without other headers of torchamp.
 #
 #   cmake -DSOURCE=DIR -DOUTPUT=FILE -P TorchampSingleHeader.cmake
+#
 # Each header is inserted at its first include. LibTorch's and the standard's headers are included once. Includes in an
 # #if stay where they are. The file is header-only: it has the code of the -inl.h headers.
 

@@ -2,6 +2,7 @@
 # An overlay port of the source tree that contains it:
 #
 #   vcpkg install torchamp --overlay-ports=TORCHAMP/cmake/packages/vcpkg
+#
 # LibTorch is not a dependency: the project that uses the package finds or fetches LibTorch. tests/consume runs these
 # steps with replacements for vcpkg's functions; vcpkg itself has not run them.
 
