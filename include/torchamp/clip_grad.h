@@ -26,7 +26,7 @@
 #include "torchamp/version.h"
 
 /// @file
-/// @brief Core. clip_grad_norm_ and clip_grad_value_, also for scaled gradients.
+/// @brief Core. clip_grad_norm_ and clip_grad_value_, for unscaled and scaled gradients.
 ///
 /// Clips gradients like torch.nn.utils.clip_grad_norm_ and clip_grad_value_. None of these
 /// functions synchronises. Exception: if some gradients are on the host and others on a device, the
@@ -191,9 +191,8 @@ inline void check_before_step(const char* call, const GradScaler& scaler,
 }  // namespace detail
 
 /// Multiplies the gradients of `params` (a vector, a list in braces, or one tensor) in place by
-/// min(1, max_norm / (norm + 1e-6)), where norm is the `norm_type`-norm of all of them as one
-/// vector (2., 1., infinity, any other number; 0. counts the gradients that are not all zero, like
-/// PyTorch).
+/// min(1, max_norm / (norm + 1e-6)), with the `norm_type`-norm of all gradients as one vector (2.,
+/// 1., infinity, any other number; 0. counts the gradients that are not all zero, like PyTorch).
 ///
 /// Returns the norm before clipping: a 0-dim tensor on the first gradient's device, in fp64 if a
 /// gradient is fp64, otherwise in fp32; 0 without gradients. If the norm is inf or NaN, the

@@ -4,9 +4,10 @@
 /// @file
 /// @brief Core. For the one source file of a program that compiles torchamp.
 
-/// @file If TORCHAMP_COMPILED is defined, the other headers only declare the large functions that
-/// are no templates, and this header defines them. Define TORCHAMP_COMPILED in all source files of
-/// a program, and include this header in exactly one of them. CMake's targets torchamp::library and
+/// @file
+/// If TORCHAMP_COMPILED is defined, the other headers only declare the large functions that are no
+/// templates, and this header defines them. Define TORCHAMP_COMPILED in all source files of a
+/// program, and include this header in exactly one of them. CMake's targets torchamp::library and
 /// torchamp::compiled do both. Source files that use torchamp then compile almost as fast as
 /// without torchamp, with the same results. If TORCHAMP_COMPILED is not defined, it is an error to
 /// include another header of torchamp before this one.

@@ -107,7 +107,7 @@ class CastInputs {
     }
   }
 
-  /// Whether a cast's result has been written to in place, also through a view.
+  /// Whether forward has written in place to the result of a cast or to a view of it.
   bool wrote_to_any() const {
     return std::ranges::any_of(
         made_, [](const auto& made) { return version_of(made.first) != made.second; });

@@ -61,7 +61,7 @@ class MastersOfModel : public Masters {
     std::string name;
     at::Tensor parameter;
     bool is_narrow;         // kept in 16 bits
-    bool is_split = false;  // its lower 16 bits are stored beside it
+    bool is_split = false;  // its lower 16 bits are stored separately
     /// The optimizer's tensor, if it is not the parameter: the master, or this process's shard.
     at::Tensor master{};
     std::optional<std::size_t> index{};    // of a sharded one, in the layout

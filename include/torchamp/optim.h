@@ -166,8 +166,7 @@ template <detail::OptimizerKernel Kernel>
 class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
  public:
   using Options = typename Kernel::Options;  ///< a group's options: LibTorch's type, or MuonOptions
-  using State =
-      typename Kernel::State;  ///< a parameter's state: LibTorch's type, or MuonParamState
+  using State = typename Kernel::State;      ///< a parameter's state: LibTorch's, or MuonParamState
 
   /// `defaults` apply to groups without their own options. Errors: options that are out of range or
   /// belong to another optimizer.
@@ -230,7 +229,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   std::vector<Options> options_but_rates() const;
   void write_steps() const;
 
-  mutable detail::StepPlan<Kernel> plan_;  // follows changes of the states, also in save()
+  mutable detail::StepPlan<Kernel> plan_;  // save() may update it: the states may have changed
 
   // For steps that are captured.
   bool rates_on_device_ = false;

@@ -54,10 +54,10 @@ class Policy {
   /// keep their precision, because a cast never narrows them: see Note [Casts of running
   /// statistics].
   ///
-  /// Errors, which leave the policy unchanged and name the edit (`Policy::fp32`): a name that
-  /// LibTorch does not know (with the nearest known one); for a rule that casts, an op that cannot
-  /// be cast (with the reason); a dtype in `when` that no region has; Cast::fp8 in a program that
-  /// does not include torchamp/labs/fp8.h.
+  /// Errors, which leave the policy unchanged and name the edit (`Policy::fp32`): an op that
+  /// LibTorch does not have (the error suggests the nearest name); for a rule that casts, an op
+  /// that cannot be cast (with the reason); a dtype in `when` that no region can have; Cast::fp8 in
+  /// a program that does not include torchamp/labs/fp8.h.
   Policy& set(Cast rule, const OpNames& ops, const When& when = {}) {
     return edit(rule, ops, when);
   }

@@ -130,7 +130,7 @@ class UnderflowMeter {
     std::shared_ptr<detail::UnderflowHistory> history_;
     std::shared_ptr<detail::UnderflowRecording> recording_;
     std::optional<detail::Observation> observation_;
-    at::Tensor scale_;  // undefined if the host knows it
+    at::Tensor scale_;  // undefined if the host has the value
     double known_scale_ = 1.;
     int exceptions_ = 0;
   };
