@@ -107,7 +107,7 @@ class Accumulation {
         micro_batches_(micro_batches),
         window_(std::make_shared<detail::AccumulationWindow>()) {
     TORCH_CHECK_VALUE(micro_batches >= 1, "Accumulation: micro_batches is ", micro_batches,
-                      ". It is 1 or more.");
+                      ". It must be 1 or more.");
     if (options.drop_bad) sum_.emplace();
   }
 

@@ -193,9 +193,9 @@ class CudaGraph {
         options_.warmup >= 1, "CudaGraph: warmup is ", options_.warmup,
         ". At least one iteration must run eagerly, to create the optimizer's state.");
     TORCH_CHECK_VALUE(options_.shapes >= 1, "CudaGraph: shapes is ", options_.shapes,
-                      ". It is 1 or more; {.enabled = false} captures nothing.");
+                      ". It must be 1 or more. To capture nothing, pass {.enabled = false}.");
     for (const detail::Model& model : options_.models) {
-      TORCH_CHECK_VALUE(model.get(), "CudaGraph: one of .models is null.");
+      TORCH_CHECK_VALUE(model.get(), "CudaGraph: a pointer in .models is null. Leave it out.");
     }
     if (!options_.enabled) return;
     try {
@@ -331,8 +331,9 @@ inline bool CudaGraph::make_room_for(const detail::CapturedIteration& wanting) {
 
 /// Returns the device of the optimizers' parameters. Throws if the optimizers cannot be captured.
 inline c10::Device CudaGraph::check_optimizers() const {
-  TORCH_CHECK_VALUE(!work_.optimizers.empty(),
-                    "CudaGraph: no optimizer. Pass those that the iteration steps.");
+  TORCH_CHECK_VALUE(
+      !work_.optimizers.empty(),
+      "CudaGraph: there is no optimizer. Pass the optimizers that the iteration steps.");
   std::optional<c10::Device> device;
   for (torch::optim::Optimizer& optimizer : work_.optimizers) {
     TORCH_CHECK_TYPE(
@@ -343,12 +344,15 @@ inline c10::Device CudaGraph::check_optimizers() const {
     detail::any_parameter(optimizer, [&](const at::Tensor& parameter) {
       TORCH_CHECK_VALUE(!device || *device == parameter.device(),
                         "CudaGraph: there are parameters on ", *device, " and on ",
-                        parameter.device(), ", but a graph belongs to one device.");
+                        parameter.device(),
+                        ", but a graph belongs to one device. Move the model to one device.");
       device = parameter.device();
       return false;
     });
   }
-  TORCH_CHECK_VALUE(device, "CudaGraph: the optimizers have no parameters.");
+  TORCH_CHECK_VALUE(device,
+                    "CudaGraph: the optimizers have no parameters. Pass the optimizers that the "
+                    "iteration steps.");
   return *device;
 }
 

@@ -229,8 +229,8 @@ template <class T>
 void TrainingCheckpoint::fill_value(Entry& entry, T& object) {
   static_assert(
       std::is_same_v<T, at::Tensor> || std::is_arithmetic_v<T> || std::is_same_v<T, std::string>,
-      "TrainingCheckpoint::add takes modules, module holders, optimizers, a TrainingStep, what has "
-      "save(OutputArchive&) and load(InputArchive&), tensors, vectors of tensors, numbers and "
+      "TrainingCheckpoint::add takes modules, module holders, optimizers, a TrainingStep, objects "
+      "with save(OutputArchive&) and load(InputArchive&), tensors, vectors of tensors, numbers and "
       "strings");
   entry.save = [&object](torch::serialize::OutputArchive& archive) {
     archive.write("value", detail::to_ivalue(object));
@@ -291,18 +291,17 @@ void TrainingCheckpoint::add_to(std::string name, T& object, bool is_local) {
   } else if constexpr (std::derived_from<T, torch::optim::LRScheduler>) {
     static_assert(
         std::is_same_v<T, torch::optim::StepLR> || std::is_same_v<T, torch::optim::LRScheduler>,
-        "TrainingCheckpoint::add cannot know what a scheduler of your own keeps: give it "
+        "TrainingCheckpoint::add cannot save your own scheduler without its help: give it "
         "save(OutputArchive&) and load(InputArchive&), and save its step_count_ there");
     unsigned& steps = detail::step_count_of(object, entry.name);
     add_to(std::move(entry.name), steps, is_local);
     entries_.back().scheduled_rates = [&object] { return detail::rates_of(object); };
     return;
   } else if constexpr (std::derived_from<T, torch::optim::ReduceLROnPlateauScheduler>) {
-    static_assert(
-        sizeof(T) == 0,
-        "TrainingCheckpoint::add cannot read LibTorch's ReduceLROnPlateauScheduler, which "
-        "hides its state: write a scheduler of your own, with save(OutputArchive&) and "
-        "load(InputArchive&)");
+    static_assert(sizeof(T) == 0,
+                  "TrainingCheckpoint::add cannot read LibTorch's ReduceLROnPlateauScheduler, "
+                  "whose state is private: write your own scheduler, with save(OutputArchive&) and "
+                  "load(InputArchive&)");
   } else if constexpr (requires(PartsOfStep & parts) { object.add_to(parts); }) {
     PartsOfStep parts{*this, entry.name + '.', is_local};
     object.add_to(parts);

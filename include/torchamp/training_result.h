@@ -48,11 +48,10 @@ class TrainingResult {
   /// set (infinity computes the norm and clips nothing); a result within a window.
   double norm() const {
     TORCH_CHECK(norm_.defined(), "TrainingResult::norm: ",
-                ended_window()
-                    ? "no norm was computed. Set .max_grad_norm; with infinity "
-                      "(std::numeric_limits<double>::infinity()) nothing is clipped."
-                    : "the window has not ended, so its norm is not known. Ask at the end of a "
-                      "window (ended_window()).");
+                ended_window() ? "no norm was computed. Set .max_grad_norm; with infinity "
+                                 "(std::numeric_limits<double>::infinity()) nothing is clipped."
+                               : "the window has not ended, so its norm is not known. Query it at "
+                                 "the end of a window (ended_window()).");
     return norm_.item<double>();
   }
   /// The norm on its device; undefined if norm() throws. Never synchronises.
@@ -62,7 +61,7 @@ class TrainingResult {
   /// Error: a result within a window.
   double scale() const {
     TORCH_CHECK(ended_window(),
-                "TrainingResult::scale: the window has not ended, so there was no step. Ask the "
+                "TrainingResult::scale: the window has not ended, so there was no step. Call the "
                 "TrainingStep's scaler().get_scale().");
     return step_->scale();
   }

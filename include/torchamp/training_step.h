@@ -314,7 +314,7 @@ class TrainingStep {
   template <class Masters = MasterWeights>
   Masters& masters() {
     auto* const found = dynamic_cast<Masters*>(masters_.get());
-    TORCH_CHECK(found, "TrainingStep::masters: there are none of this type. Set .masters.");
+    TORCH_CHECK(found, "TrainingStep::masters: there are no masters of this type. Set .masters.");
     return *found;
   }
   /// The guard's options, for your own regions.

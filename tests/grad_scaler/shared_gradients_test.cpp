@@ -26,7 +26,7 @@ using testing::IsEmpty;
 using torchamp::GradScaler;
 
 constexpr const char* divided_twice = "would be divided by the scale twice";
-constexpr const char* two_parts = "one that a later backward() of a scaled loss has added";
+constexpr const char* two_parts = "a part that a later backward() of a scaled loss has added";
 
 /// Two heads on one encoder, each head with the encoder in an optimizer of its own: LibTorch's SGD,
 /// or torchamp's.

@@ -10,7 +10,7 @@
     "torchamp/distributed/process_group.h: this LibTorch was built without its distributed part (c10d)."
 #elif !__has_include(<gloo/rendezvous/store.h>)
 #error \
-    "torchamp/distributed/process_group.h needs the headers of Gloo, which LibTorch's packages leave out. Install them (apt install libgloo-dev) or add those of a Gloo source tree to the include path."
+    "torchamp/distributed/process_group.h needs the headers of Gloo, which LibTorch's packages leave out. Install them (apt install libgloo-dev) or add the headers of a Gloo source tree to the include path."
 #endif
 
 #include <ATen/Context.h>

@@ -251,7 +251,7 @@ inline std::vector<ModulePolicies::Chosen> ModulePolicies::choose(
     if (site.is_container() && detail::has_wildcard(rule->pattern)) continue;
     TORCH_CHECK(site.reachable(), "ModulePolicies::apply_to: '", name, "' (", site.module->name(),
                 "), which fits '", rule->pattern,
-                "', has no forward that a policy can be put around. Declare it as "
+                "', does not accept a policy. Declare it as "
                 "torchamp::WithPolicy<...>, or leave it out of the pattern.");
     chosen[index] = {rule, &name, nullptr};
   }

@@ -38,8 +38,8 @@ inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,
   warn_once(
       is_known,
       {"torchamp: binary_cross_entropy was given probabilities in ", c10::toString(dtype),
-       ". The loss is computed in fp32, but a sigmoid in 16 bits has already rounded those that "
-       "are close to 0 or 1, whose gradients are then lost. Use binary_cross_entropy_with_logits, "
+       ". The loss is computed in fp32, but a sigmoid in 16 bits has already rounded probabilities "
+       "close to 0 or 1, so their gradients are lost. Use binary_cross_entropy_with_logits, "
        "or compute the sigmoid in fp32 (torch::sigmoid(logits.to(torch::kFloat)), or "
        "Policy::fp32(\"sigmoid\"))."});
 }

@@ -89,10 +89,9 @@ TORCHAMP_BODY PolicyScope::~PolicyScope() {
 
 TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
   if (!is_on_its_thread()) {
-    warn_in_destructor(
-        {guard,
-         ": destroyed by another thread than the one that made it, so that thread's state was not "
-         "restored. Keep a guard in the scope that it covers."});
+    warn_in_destructor({guard,
+                        ": destroyed by another thread than the thread that made it, whose state "
+                        "was not restored. Make the guard a local variable."});
     return false;
   }
   if (ours_ != nullptr) end();

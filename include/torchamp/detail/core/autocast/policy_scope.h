@@ -34,11 +34,10 @@ class Nesting {
   /// not ended.
   void warn_of_order(const char* guard) const noexcept {
     if (is_in_order_) return;
-    warn_in_destructor(
-        {guard,
-         ": a guard that was made later on this thread has not ended. When it ends, it restores "
-         "the state that it found, so autocast may stay on. End guards in reverse order: make "
-         "them local variables."});
+    warn_in_destructor({guard,
+                        ": a guard that was made later on this thread has not ended. Its end will "
+                        "restore the state at its construction, so autocast may stay on. End "
+                        "guards in reverse order: make them local variables."});
   }
 
  private:

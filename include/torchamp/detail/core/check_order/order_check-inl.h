@@ -36,12 +36,12 @@ struct OrderCheck::Row {
 
 inline const OrderCheck::Row OrderCheck::rows[] = {
     {When::divides, &OrderCheck::scales_nothing,
-     "nothing was scaled since the last update(), so the scale is not that of these gradients. "
+     "nothing was scaled since the last update(), so these gradients do not have the scale. "
      "Call scaler.scale(loss).backward() in each iteration, and update() once, after the last "
      "step."},
     {When::divides, &OrderCheck::runs_no_backward,
-     "no backward() of what scale() returned was called, so the scale is not that of these "
-     "gradients. Call scaler.scale(loss).backward() in each iteration."},
+     "no backward() of what scale() returned was called, so these "
+     "gradients do not have the scale. Call scaler.scale(loss).backward() in each iteration."},
     {When::divides, &OrderCheck::clips_scaled,
      "these gradients were clipped while scaled, so the scaled norm was limited. Call "
      "clip_grad_norm_(scaler, optimizer, max_norm), or unscale_ before the clip."},

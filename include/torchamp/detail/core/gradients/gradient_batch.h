@@ -88,10 +88,10 @@ inline at::Tensor values_of(const at::Tensor& gradient, HalfGradients half_gradi
       "divided by the scale underflows. (A fused optimizer's step takes fp16 gradients.)");
   TORCHAMP_CHECK_VALUE(dtype == at::kFloat || dtype == at::kDouble || is_16_bit(dtype) ||
                            dtype == at::kComplexFloat || dtype == at::kComplexDouble,
-                       where(), " is ", dtype, ". Gradients are fp32, fp64, bf16, or complex.");
+                       where(), " is ", dtype, ". Gradients must be fp32, fp64, bf16, or complex.");
   TORCHAMP_CHECK_VALUE(gradient.layout() == at::kStrided || gradient.is_sparse(), where(),
                        " has the layout ", gradient.layout(),
-                       ". Gradients are dense or sparse COO.");
+                       ". Gradients must be dense or sparse COO.");
   at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
   if (values.is_complex()) values = at::view_as_real(values);
   TORCHAMP_CHECK_VALUE(

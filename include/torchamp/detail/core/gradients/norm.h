@@ -61,7 +61,7 @@ inline std::vector<GradientBatch> gradients_to_clip(const std::vector<at::Tensor
           gradient.layout() == at::kStrided && !repeats_elements(gradient), call,
           ": the gradient of parameter ", i, ' ', params[i].sizes(), " has the layout ",
           gradient.layout(), " and strides ", gradient.strides(),
-          ". Gradients are dense or sparse COO, and their elements share no memory: ",
+          ". Gradients must be dense or sparse COO, and their elements must not share memory: ",
           "give .grad a clone().");
       if (gradient.numel() == 0) continue;
       group_of(batches, TensorKind::of(gradient)).gradients.push_back(std::move(gradient));

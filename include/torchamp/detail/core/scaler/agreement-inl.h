@@ -48,7 +48,8 @@ TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale) {
     options.agree_found_inf ? options.agree_found_inf(found_inf)
                             : state.shards->agree_largest(found_inf);
     TORCHAMP_CHECK(found_inf.defined() && found_inf.numel() == 1,
-                   "GradScaler: agree_found_inf has left no tensor of one element.");
+                   "GradScaler: found_inf is not a tensor of one element after agree_found_inf. "
+                   "Write to it in place, or assign a tensor of one element.");
     found_inf = found_inf.reshape({}).ne(0).to(scale.scale().options());
     state.found_inf = {std::move(found_inf), std::nullopt};
   }

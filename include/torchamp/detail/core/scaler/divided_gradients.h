@@ -203,10 +203,10 @@ class DividedGradients {
                                       : "was unscaled in this iteration for another optimizer, ";
     const char* const remedy =
         is_mixed
-            ? ", and one that a later backward() of a scaled loss has added. Clear the gradients "
-              "that both share between the step of one and the backward() for the other, by "
-              "zero_grad() or grad().zero_(). (grad().data().zero_() clears them, too, but "
-              "LibTorch does not count it.)"
+            ? ", and a part that a later backward() of a scaled loss has added. Clear the shared "
+              "gradients after the step of one optimizer and before the backward() for the other, "
+              "by zero_grad() or grad().zero_(). (Do not use grad().data().zero_(): LibTorch does "
+              "not count it.)"
             : ", and would be divided by the scale twice. Give unscale_, clips and step the same "
               "optimizer; where two optimizers share parameters, clear the gradients and run "
               "backward() again between them, or give the shared parameters to one of the two.";

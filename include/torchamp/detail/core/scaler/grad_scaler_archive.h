@@ -46,7 +46,7 @@ inline double read_count(torch::serialize::InputArchive& archive, const std::str
   TORCHAMP_CHECK_VALUE(count >= 0, "GradScaler::load: \"", key, "\" is ", count,
                        ", a negative count.");
   TORCHAMP_CHECK_VALUE(count <= int64_t{1} << 53, "GradScaler::load: \"", key, "\" is ", count,
-                       ". A count is at most 2^53.");
+                       ". A count must be at most 2^53.");
   return static_cast<double>(count);
 }
 

@@ -168,8 +168,8 @@ inline std::optional<AccumulationResult> Accumulation::flush() {
 inline AccumulationResult Accumulation::step_with_mean() {
   check_scaled(terms_.flush);
   TORCH_CHECK(before_step_ || !detail::ClipCalls::was_in_vain(noted_at_, optimizer_), terms_.flush,
-              ": a clip before this call found no gradients, since the sums are kept outside "
-              ".grad. Clip in before_step([&] { clip_grad_norm_(optimizer, 1.); }).");
+              ": a clip before this call found no gradients, because the sums are outside .grad. "
+              "Clip in before_step([&] { clip_grad_norm_(optimizer, 1.); }).");
   warn_of_others(terms_.flush);
   detail::clear_gradients(optimizer_);  // a step that has failed may have left its own
   is_clear_ = false;
@@ -245,13 +245,13 @@ inline void Accumulation::check_scaled(const char* call) const {
 }
 
 inline void Accumulation::check_window(const char* call) const {
-  TORCH_CHECK(
-      version_of_scale() == version_, call, ": the scale has changed after ", window_->pending,
-      " of ", micro_batches_,
-      " micro-batches, whose gradients have the old scale. Leave step and update to ", terms_.owner,
-      ", set the scale between two windows, and give each optimizer that steps within one a "
-      "scaler of its own. ",
-      terms_.drop);
+  TORCH_CHECK(version_of_scale() == version_, call, ": the scale has changed after ",
+              window_->pending, " of ", micro_batches_,
+              " micro-batches, whose gradients have the old scale. Leave step and update to ",
+              terms_.owner,
+              ", set the scale between two windows, and give each optimizer that steps within a "
+              "window its own scaler. ",
+              terms_.drop);
   TORCH_CHECK(detail::count_gradients(optimizer_) >= gradients_, call, ": the gradients of ",
               window_->pending, " of ", micro_batches_,
               " micro-batches are gone. Leave out zero_grad(): ", terms_.owner,
@@ -294,8 +294,8 @@ inline void Accumulation::warn_of_writes() {
   if (warned_ || is_as_left()) return;
   warned_ = true;
   TORCH_WARN(terms_.backward, ": the gradients of ", window_->pending, " of ", micro_batches_,
-             " micro-batches were written to or replaced since the last call, as by a clip, "
-             "zero_grad(false) or a backward() beside ",
+             " micro-batches were written to or replaced since the last call, for example by a "
+             "clip, zero_grad(false) or a backward() outside of ",
              terms_.owner, ". Leave it out: ", terms_.owner, " clears gradients after its step. ",
              terms_.change, " This warning is given once.");
 }

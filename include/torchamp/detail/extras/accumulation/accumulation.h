@@ -59,8 +59,8 @@ inline void check_not_scaled(const at::Tensor& loss, const char* call, const Ste
     if (!node) return;
     TORCH_CHECK_VALUE(!ScaledLoss::is_made_by(node, *ledger.backward), call,
                       ": this loss was computed from one that has been scaled already, and its "
-                      "gradients would be too large by the scale. Give the loss as it was before "
-                      "scale(): it is scaled here.");
+                      "gradients would be too large by the scale. Pass the loss as it was before "
+                      "scale(): this call scales it.");
     if (ops == 3) return;
     for (const auto& edge : node->next_edges()) self(self, edge.function.get(), ops + 1);
   };

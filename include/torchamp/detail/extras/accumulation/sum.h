@@ -42,14 +42,14 @@ class GradientSum {
       if (!gradient.defined()) continue;
       TORCH_CHECK_VALUE(gradient.layout() == at::kStrided, "Accumulation::backward: the gradient ",
                         gradient.sizes(), " has the layout ", gradient.layout(),
-                        ". Only dense gradients can be summed apart; leave .drop_bad out.");
+                        ". With .drop_bad gradients must be dense: leave .drop_bad out.");
       if (!has_sum(slot)) continue;
       const at::Tensor& sum = sums_[slot];
       TORCH_CHECK_VALUE(gradient.sizes() == sum.sizes() && gradient.device() == sum.device() &&
                             gradient.is_complex() == sum.is_complex(),
                         "Accumulation::backward: the gradient ", gradient.scalar_type(), ' ',
                         gradient.sizes(), " on ", gradient.device(), " of parameter ", slot,
-                        " cannot be added to those of the window, ", sum.scalar_type(), ' ',
+                        " cannot be added to the sum of the window, ", sum.scalar_type(), ' ',
                         sum.sizes(), " on ", sum.device(),
                         ". Change parameters between windows, or call discard().");
     }

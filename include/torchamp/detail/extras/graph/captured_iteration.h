@@ -76,7 +76,7 @@ class CapturedIteration {
     TORCH_CHECK(is_of(call.function),
                 "TrainingStep: the function is another one than in the first call, and a replay "
                 "would not call it. Pass the same lambda expression in each call, or set "
-                "CudaGraphOptions::shapes, since each has its own graph.");
+                "CudaGraphOptions::shapes, so that each function has its own graph.");
   }
 
   bool is_captured() const { return captured_; }
@@ -299,7 +299,7 @@ inline void CapturedIteration::compare_with_warm_up(const BodyTrace& trace) {
       "captured: " +
       difference + ".";
   if (work_.when_possible) return refuse(text);
-  if (!std::exchange(work_.warned, true)) TORCH_WARN(text, " This is said once.");
+  if (!std::exchange(work_.warned, true)) TORCH_WARN(text, " This warning is given once.");
 }
 
 // Note [Weight casts and capture]

@@ -46,8 +46,8 @@ struct GraphWork {
     if (std::exchange(warned, true)) return;
     constexpr const char* name = "CudaGraph: ";
     if (why.starts_with(name)) why.erase(0, std::string(name).size());
-    TORCH_WARN("CudaGraph: iterations go on eagerly, with the same results: ", why,
-               " This is said once; without .when_possible it is an error.");
+    TORCH_WARN("CudaGraph: iterations run eagerly, with the same results: ", why,
+               " This warning is given once; without .when_possible it is an error.");
   }
 };
 

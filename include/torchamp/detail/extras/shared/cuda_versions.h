@@ -24,7 +24,7 @@ inline void check_cuda_headers(int64_t headers, int64_t library) {
   const auto grew = [](int64_t version) { return version >= 12040; };
   TORCH_CHECK(headers / 1000 == library / 1000 && grew(headers) == grew(library),
               "CudaGraph: this program was compiled with the headers of CUDA ", text(headers),
-              ", LibTorch with those of CUDA ", text(library),
+              ", LibTorch with the headers of CUDA ", text(library),
               ", whose objects differ in size. Compile it with the headers of CUDA ", text(library),
               '.');
 }
@@ -38,7 +38,7 @@ inline void check_nccl_headers(uint64_t headers, uint64_t library) {
   };
   TORCH_CHECK(headers >> 16 == library >> 16,
               "add_nccl: this program was compiled with the headers of NCCL ", text(headers),
-              ", LibTorch with those of NCCL ", text(library),
+              ", LibTorch with the headers of NCCL ", text(library),
               ", whose objects differ in size. Compile it with the nccl.h of NCCL ", text(library),
               ", which comes with the wheel nvidia-nccl.");
 }

@@ -34,27 +34,28 @@ namespace TORCHAMP_NAMESPACE {
 
 inline void TrainingStep::check(const TrainingStepOptions& options, bool makes) {
   TORCH_CHECK_VALUE(options.micro_batches >= 1, "TrainingStep: micro_batches is ",
-                    options.micro_batches, ". It is 1 or more.");
+                    options.micro_batches, ". It must be 1 or more.");
   TORCH_CHECK_VALUE(!options.max_grad_norm || *options.max_grad_norm >= 0.,
                     "TrainingStep: max_grad_norm is ", options.max_grad_norm.value_or(0.),
-                    ". It is 0 or more, or left unset.");
+                    ". It must be 0 or more, or unset.");
   TORCH_CHECK_VALUE(!options.dtype || *options.dtype == at::kHalf ||
                         *options.dtype == at::kBFloat16 || *options.dtype == at::kFloat,
                     "TrainingStep: dtype is ", options.dtype.value_or(at::kFloat),
-                    ". It is fp16, bf16, fp32 for no casts, or left unset.");
+                    ". It must be fp16, bf16, fp32 (no casts), or unset.");
   const bool must_capture = options.capture.make && !options.capture.make.when_possible;
   TORCH_CHECK_VALUE(!must_capture || !options.group.make,
                     "TrainingStep: capture and group cannot be together: gradients are averaged on "
                     "streams that a graph cannot hold. Leave one of them out.");
   if (!options.masters.make) return;
-  TORCH_CHECK_VALUE(makes,
-                    "TrainingStep: with masters, the optimizer must step these. Pass a function "
-                    "that creates it: [](auto parameters) { return "
-                    "std::make_unique<torchamp::FusedAdamW>(parameters); }.");
+  TORCH_CHECK_VALUE(
+      makes,
+      "TrainingStep: with masters, the optimizer must step the masters. Pass a function "
+      "that creates it: [](auto parameters) { return "
+      "std::make_unique<torchamp::FusedAdamW>(parameters); }.");
   TORCH_CHECK_VALUE(!options.dtype || *options.dtype == options.masters.make.dtype,
                     "TrainingStep: dtype is ", options.dtype.value_or(at::kFloat),
-                    ", and that of the masters' model ", options.masters.make.dtype,
-                    ". Set the masters' alone.");
+                    ", but the masters' dtype is ", options.masters.make.dtype,
+                    ". Set only the masters' dtype.");
   TORCH_CHECK_VALUE(!options.masters.make.needs_group || options.group.make,
                     "TrainingStep: ShardedMasterWeightsOptions need a process group. Set .group.");
 }
@@ -157,7 +158,7 @@ inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOpt
   if (options.capture.make && options.group.make) {
     moves_inputs_ = true;
     TORCH_WARN(
-        "TrainingStep: iterations go on eagerly, with the same results: gradients are averaged on "
+        "TrainingStep: iterations run eagerly, with the same results: gradients are averaged on "
         "streams that a graph cannot hold. Leave out .capture or .group.");
   } else if (options.capture.make) {
     capture_ = options.capture.make(optimizers_, model_, [this](const Tensors& inputs) {
