@@ -15,6 +15,7 @@
 
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
+#include "torchamp/detail/core/gradients/optimizer_identity.h"
 #include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/core/optim/kernels.h"
 #include "torchamp/detail/core/optim/plan.h"
@@ -163,7 +164,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
 /// A FusedOptimizer that steps with `Kernel`: a kernel of the aliases below, or your own, which
 /// need not be ATen's (see torchamp/detail/core/optim/kernel.h for its parts).
 template <detail::OptimizerKernel Kernel>
-class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
+class FusedOptimizerOf : public FusedOptimizer, public CapturedStep, public detail::NamedOptimizer {
  public:
   using Options = typename Kernel::Options;  ///< a group's options: LibTorch's type, or MuonOptions
   using State = typename Kernel::State;      ///< a parameter's state: LibTorch's, or MuonParamState
@@ -225,6 +226,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
                   bool is_exact) override;
 
  private:
+  const char* name_in_errors() const final { return Kernel::name; }
   void outdate_captures_of_other_options();
   std::vector<Options> options_but_rates() const;
   void write_steps() const;

@@ -2,14 +2,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Type.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <list>
-#include <typeinfo>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -43,7 +41,7 @@ class DividedGradients {
 
   struct Owner {
     OptimizerIdentity optimizer{};
-    const std::type_info* type = nullptr;  // for errors
+    OptimizerName name{};
     Snapshot parameters{}, gradients{};
     std::vector<Part> parts{};  // of the gradients
     bool any_changed = false;   // by a backward
@@ -192,7 +190,7 @@ class DividedGradients {
     if (spare_.empty()) spare_.emplace_back();
     owners_.splice(owners_.end(), spare_, spare_.begin());
     owners_.back().optimizer = OptimizerIdentity(optimizer);
-    owners_.back().type = &typeid(optimizer);
+    owners_.back().name = OptimizerName(optimizer);
     return owners_.back();
   }
 
@@ -211,8 +209,8 @@ class DividedGradients {
               "optimizer; where two optimizers share parameters, clear the gradients and run "
               "backward() again between them, or give the shared parameters to one of the two.";
     TORCHAMP_CHECK(false, call, ": the gradient of parameter ", place, ' ', gradient.sizes(),
-                   " of this optimizer, ", c10::demangle(typeid(optimizer).name()), ", ", what,
-                   c10::demangle(owner.type->name()), remedy);
+                   " of this optimizer, ", OptimizerName(optimizer).text(), ", ", what,
+                   owner.name.text(), remedy);
   }
 
   std::list<Owner> owners_;  // in order of appearance

@@ -16,6 +16,7 @@
 
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
+#include "torchamp/detail/core/gradients/optimizer_identity.h"
 #include "torchamp/scaled_step.h"
 
 namespace torchamp::detail {
@@ -29,7 +30,7 @@ using OptimizerPointers = std::vector<std::shared_ptr<torch::optim::Optimizer>>;
 // options; the copies in the set are not used.
 
 /// Several optimizers as one that steps all of them.
-class OptimizerSet : public torch::optim::Optimizer {
+class OptimizerSet : public torch::optim::Optimizer, public NamedOptimizer {
  public:
   /// Errors: a parameter that is in two of them, or in one twice.
   explicit OptimizerSet(OptimizerPointers members)
@@ -50,6 +51,8 @@ class OptimizerSet : public torch::optim::Optimizer {
 
   const OptimizerPointers& members() const { return members_; }
 
+  const char* name_in_errors() const final { return "the optimizers of a TrainingStep"; }
+
   /// Takes parameters that the program has added to members since.
   void update_groups() {
     if (has_all_parameters()) return;
@@ -60,7 +63,7 @@ class OptimizerSet : public torch::optim::Optimizer {
   }
 
   at::Tensor step(LossClosure closure = nullptr) override {
-    TORCH_INTERNAL_ASSERT(!closure, "OptimizerSet: no closure");
+    TORCH_INTERNAL_ASSERT(!closure, "TrainingStep: its optimizers take no closure");
     for (const auto& member : members_) member->step();
     return {};
   }
