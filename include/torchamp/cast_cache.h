@@ -50,9 +50,9 @@ class EmptyCastCache {
 };
 }  // namespace detail
 
-// Note [Who clears LibTorch's cache of casts] LibTorch's cache finds a cast by the weight's tensor
-// object alone. It compares neither the values nor the 16-bit dtype nor the autograd graph. So
-// torchamp clears it (at::autocast::clear_cache)
+// Note [Who clears LibTorch's cache of casts]
+// LibTorch's cache finds a cast by the weight's tensor object alone. It compares neither the values
+// nor the 16-bit dtype nor the autograd graph. So torchamp clears it (at::autocast::clear_cache)
 //  - at the end of the outermost guard, as by torch.autocast: AutocastRegion, AutocastStateGuard;
 //  - at both ends of a guard whose dtype differs from the dtype around it: by the same two classes.
 //    An outermost AutocastRegion clears it at its end only, because the previous region has left it

@@ -125,11 +125,12 @@ inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor
   for (Multiplication& multiplication : multiplications) multiplication.run();
 }
 
-// Note [One read for norm and check] If a gradient is not finite, neither is a norm of a positive
-// order, nor the divisor made from it. So if a step of a GradScaler applies the clip, the scaler
-// checks these two numbers instead of the gradients. If such a number is not finite on the host,
-// the scaler also checks the gradients: on the host a step is taken whenever all gradients are
-// finite. See find_infs in detail/core/scaler/step-inl.h.
+// Note [One read for norm and check]
+// If a gradient is not finite, neither is a norm of a positive order, nor the divisor made from it.
+// So if a step of a GradScaler applies the clip, the scaler checks these two numbers instead of the
+// gradients. If such a number is not finite on the host, the scaler also checks the gradients: on
+// the host a step is taken whenever all gradients are finite. See find_infs in
+// detail/core/scaler/step-inl.h.
 
 /// `scale`: the gradients' scale; undefined if it is 1.
 inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor& scale,

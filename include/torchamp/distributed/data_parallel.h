@@ -33,13 +33,14 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-// Note [Collective calls] Data-parallel training runs on several processes over LibTorch's c10d.
-// All functions here are collective: every process of the group calls them, in the same order. If
-// another process dies, a waiting process gets a c10::Error that names the call, at once; if
-// another process stalls, after the group's timeout. In backward(), which LibTorch runs, it gets
-// the std::exception of the group's backend. NCCL does not report errors by exceptions: see
-// add_nccl(). After such an error the group is unusable, and the process should end. Create groups
-// by make_process_group() in distributed/process_group.h, or by c10d.
+// Note [Collective calls]
+// Data-parallel training runs on several processes over LibTorch's c10d. All functions here are
+// collective: every process of the group calls them, in the same order. If another process dies, a
+// waiting process gets a c10::Error that names the call, at once; if another process stalls, after
+// the group's timeout. In backward(), which LibTorch runs, it gets the std::exception of the
+// group's backend. NCCL does not report errors by exceptions: see add_nccl(). After such an error
+// the group is unusable, and the process should end. Create groups by make_process_group() in
+// distributed/process_group.h, or by c10d.
 
 /// The type of a process group.
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;

@@ -51,29 +51,30 @@ inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device
          kernel_lowers(op.operator_name(), device);
 }
 
-// Note [Autocast kernels] An autocast kernel of torchamp is a boxed kernel for one op under one
-// device's autocast key. It is registered at most once per process, by the first guard whose policy
-// differs from LibTorch's rule for the op. On every call it reads the calling thread's policy. If
-// there is no torchamp guard, or the policy has no rule for the op, it calls LibTorch's kernel,
-// which it replaces. If LibTorch has no kernel, it passes the call on to the next key with autocast
-// still on, as the fallthrough did. So code that uses at::autocast without torchamp behaves as
-// before.
+// Note [Autocast kernels]
+// An autocast kernel of torchamp is a boxed kernel for one op under one device's autocast key. It
+// is registered at most once per process, by the first guard whose policy differs from LibTorch's
+// rule for the op. On every call it reads the calling thread's policy. If there is no torchamp
+// guard, or the policy has no rule for the op, it calls LibTorch's kernel, which it replaces. If
+// LibTorch has no kernel, it passes the call on to the next key with autocast still on, as the
+// fallthrough did. So code that uses at::autocast without torchamp behaves as before.
 //
 // LibTorch does not lock its dispatch table against calls. Registration is safe while other threads
 // call ops outside autocast, but not while other threads call the same op inside autocast.
 //
-// Note [TorchScript] LibTorch's JIT rewrites a script that runs with autocast on: it inserts a cast
-// op (aten::_autocast_to_reduced_precision or _full_precision) before ops on the JIT's own lists.
-// The dispatcher, and so the policy, still gets every op. If a guard is active on the thread,
+// Note [TorchScript]
+// LibTorch's JIT rewrites a script that runs with autocast on: it inserts a cast op
+// (aten::_autocast_to_reduced_precision or _full_precision) before ops on the JIT's own lists. The
+// dispatcher, and so the policy, still gets every op. If a guard is active on the thread,
 // torchamp's kernels turn these casts into no-ops. Scripts then follow the policy exactly as C++
 // does, in whichever state they first ran; on other threads the JIT's casts stay.
 //
-// Note [Writes in a region] LibTorch's cache returns a weight's cast even after a write to the
-// weight. So in a region the kernels of the ops in weight_writing_ops drop the cached casts after a
-// write to a tensor that may be a weight. A version counter does not show such writes, because SGD
-// writes through `.data()`, which has its own counter. Most other tensors that are written are
-// results of ops, or own their memory alone (activations, gradients, optimizer states); for these
-// nothing is dropped.
+// Note [Writes in a region]
+// LibTorch's cache returns a weight's cast even after a write to the weight. So in a region the
+// kernels of the ops in weight_writing_ops drop the cached casts after a write to a tensor that may
+// be a weight. A version counter does not show such writes, because SGD writes through `.data()`,
+// which has its own counter. Most other tensors that are written are results of ops, or own their
+// memory alone (activations, gradients, optimizer states); for these nothing is dropped.
 
 /// After a call, even if it throws, drops the casts of the tensors that the call writes.
 class DropCastsOfWritten {

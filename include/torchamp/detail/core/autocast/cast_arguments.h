@@ -207,12 +207,12 @@ class CastArguments {
                               : !c10::overflows<c10::BFloat16>(number);
   }
 
-  // Note [Casts of running statistics] If fp32 statistics were cast to 16 bits, the update of an op
-  // would be lost, so statistics are never narrowed. If an op needs wider statistics (`fp32` on a
-  // model in 16 bits), it gets a copy, which is copied back if the op has updated it. LibTorch's
-  // kernels require weight and bias in the dtype of the statistics. Without a weight, LibTorch's
-  // instance_norm narrows the statistics itself, so it gets a weight of ones.
-  // undeclared_writes_test runs all such ops.
+  // Note [Casts of running statistics]
+  // If fp32 statistics were cast to 16 bits, the update of an op would be lost, so statistics are
+  // never narrowed. If an op needs wider statistics (`fp32` on a model in 16 bits), it gets a copy,
+  // which is copied back if the op has updated it. LibTorch's kernels require weight and bias in
+  // the dtype of the statistics. Without a weight, LibTorch's instance_norm narrows the statistics
+  // itself, so it gets a weight of ones. undeclared_writes_test runs all such ops.
   WrittenCopies cast_statistics(at::ScalarType dtype, const Call& call) const {
     WrittenCopies written;
     const at::ScalarType wide = *widest_of(dtype, statistics_, call);
@@ -301,10 +301,11 @@ class CastArguments {
     return !dtype.isNone() && is_16_bit(dtype.toScalarType());
   }
 
-  // Note [One cast for an addition] If one argument of an op with type promotion is fp32, the op
-  // computes in fp32 and converts the other argument inside its kernel. (A tensor with dimensions
-  // decides the dtype before a tensor without.) So one cast is enough for two arguments. Not all
-  // kernels of sparse layouts convert; for these this returns false.
+  // Note [One cast for an addition]
+  // If one argument of an op with type promotion is fp32, the op computes in fp32 and converts the
+  // other argument inside its kernel. (A tensor with dimensions decides the dtype before a tensor
+  // without.) So one cast is enough for two arguments. Not all kernels of sparse layouts convert;
+  // for these this returns false.
   bool widen_one(const Call& call) const {
     c10::IValue* chosen = nullptr;
     bool chosen_has_dims = false, wide = false;

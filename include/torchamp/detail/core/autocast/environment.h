@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause How TORCHAMP_POLICY, or an extra's trial, overrides the
-// options of guards.
+// SPDX-License-Identifier: BSD-3-Clause
+// How TORCHAMP_POLICY, or an extra's trial, overrides the options of guards.
 #pragma once
 
 #include <memory>

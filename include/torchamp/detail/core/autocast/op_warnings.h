@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause Warnings about some ops, by LibTorch and by torchamp.
+// SPDX-License-Identifier: BSD-3-Clause
+// Warnings about some ops, by LibTorch and by torchamp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,13 +19,14 @@ namespace torchamp::detail {
 /// [Recurrent layers].
 inline constexpr const char* scattered_weights = "not part of single contiguous chunk";
 
-// Note [Binary cross entropy] binary_cross_entropy takes probabilities, in general a sigmoid's. In
-// 16 bits a sigmoid rounds to 1 from about 8.3 on in fp16 and 6.2 in bf16, and in fp16 to 0 below
-// about -17. The gradient of such an element is lost in the sigmoid, even if the loss is computed
-// in fp32. Therefore LibTorch's CUDA kernel for autocast rejects the op, even if the sigmoid is in
-// fp32; on a CPU LibTorch allows it. Policy::standard() computes the op in fp32 on every device,
-// and warns once if its input is in 16 bits, because the input is then already rounded.
-// Policy::torch() rejects the op like LibTorch.
+// Note [Binary cross entropy]
+// binary_cross_entropy takes probabilities, in general a sigmoid's. In 16 bits a sigmoid rounds to
+// 1 from about 8.3 on in fp16 and 6.2 in bf16, and in fp16 to 0 below about -17. The gradient of
+// such an element is lost in the sigmoid, even if the loss is computed in fp32. Therefore
+// LibTorch's CUDA kernel for autocast rejects the op, even if the sigmoid is in fp32; on a CPU
+// LibTorch allows it. Policy::standard() computes the op in fp32 on every device, and warns once if
+// its input is in 16 bits, because the input is then already rounded. Policy::torch() rejects the
+// op like LibTorch.
 
 /// Warns once, from the dtype of the op's first argument. Reads no device.
 inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,

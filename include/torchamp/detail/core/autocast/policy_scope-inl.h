@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause How a policy is put into a thread's slot, and how it is
-// removed.
+// SPDX-License-Identifier: BSD-3-Clause
+// How a policy is put into a thread's slot, and how it is removed.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -18,10 +18,11 @@
 
 namespace torchamp::detail {
 
-// Note [Guards without allocations] An outermost guard mostly puts the same policy into its
-// thread's slot as the previous guard. So the slot's node is stored for the thread's next guard,
-// which then takes 150 ns instead of 280. Exception: an extra has a part in the node, or the policy
-// has predicates; then objects that these hold would live longer than the program expects.
+// Note [Guards without allocations]
+// An outermost guard mostly puts the same policy into its thread's slot as the previous guard. So
+// the slot's node is stored for the thread's next guard, which then takes 150 ns instead of 280.
+// Exception: an extra has a part in the node, or the policy has predicates; then objects that these
+// hold would live longer than the program expects.
 
 /// The stored node of the calling thread's last outermost guard, or nothing.
 class SparePolicy {
@@ -144,10 +145,11 @@ inline std::optional<ThreadSlot> pop_slot() {
   return std::nullopt;
 }
 
-// Note [Slots pushed inside a scope] If a profiler starts inside a scope and outlives it, its slot
-// is above ours. Its node refers to our node. So it is removed, and a new node with the same slot
-// is pushed on the node below ours. If our node is missing, or is below a slot of an unknown kind,
-// the slots above are dropped: they mostly belong to a state that has already ended.
+// Note [Slots pushed inside a scope]
+// If a profiler starts inside a scope and outlives it, its slot is above ours. Its node refers to
+// our node. So it is removed, and a new node with the same slot is pushed on the node below ours.
+// If our node is missing, or is below a slot of an unknown kind, the slots above are dropped: they
+// mostly belong to a state that has already ended.
 TORCHAMP_BODY void PolicyScope::end_below_others() {
   using Info = c10::ThreadLocalDebugInfo;
   std::vector<ThreadSlot> above;  // the uppermost first

@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause The two parts of a guard: a level of nesting, and a policy
-// in the thread's slot.
+// SPDX-License-Identifier: BSD-3-Clause
+// The two parts of a guard: a level of nesting, and a policy in the thread's slot.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -58,12 +58,12 @@ class Nesting {
   bool is_in_order_ = true;
 };
 
-// Note [A thread's slots] LibTorch stores a thread's slots as a list, c10::ThreadLocalDebugInfo. A
-// node has one slot and a reference to the node below it, and is immutable; the thread has a
-// reference to the uppermost node. _push() adds a new node on top; _forceCurrentDebugInfo()
-// replaces the thread's uppermost node. So a scope ends by restoring the node that was uppermost at
-// its begin. Saved states and other threads may refer to our node, and to the policy in it, for as
-// long as they need.
+// Note [A thread's slots]
+// LibTorch stores a thread's slots as a list, c10::ThreadLocalDebugInfo. A node has one slot and a
+// reference to the node below it, and is immutable; the thread has a reference to the uppermost
+// node. _push() adds a new node on top; _forceCurrentDebugInfo() replaces the thread's uppermost
+// node. So a scope ends by restoring the node that was uppermost at its begin. Saved states and
+// other threads may refer to our node, and to the policy in it, for as long as they need.
 
 /// A policy, and a node that holds it, without a node below. Both are set or both are null. Both
 /// are immutable, so others may refer to them.

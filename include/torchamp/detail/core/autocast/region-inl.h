@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause The three parts of a guard's work: resolve, push, restore.
+// SPDX-License-Identifier: BSD-3-Clause
+// The three parts of a guard's work: resolve, push, restore.
 #pragma once
 
 #include <c10/util/Exception.h>

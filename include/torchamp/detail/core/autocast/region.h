@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause Regions of a thread: the implementation of guards.
+// SPDX-License-Identifier: BSD-3-Clause
+// Regions of a thread: the implementation of guards.
 #pragma once
 
 #include <ATen/autocast_mode.h>

@@ -15,12 +15,12 @@
 
 namespace torchamp::detail {
 
-// Note [Derivatives of scripts] The JIT differentiates an optimised script itself. Its derivatives
-// do not contain the casts that the dispatcher makes: the backward of a 16-bit `mm` would multiply
-// by the fp32 weight, which is an error. So under a policy scripts are not optimised; they run op
-// by op, and autograd records them. The JIT's switch is thread-local. LibTorch does not carry it to
-// other threads with the thread's state, and a region also uses a plan that was optimised
-// elsewhere.
+// Note [Derivatives of scripts]
+// The JIT differentiates an optimised script itself. Its derivatives do not contain the casts that
+// the dispatcher makes: the backward of a 16-bit `mm` would multiply by the fp32 weight, which is
+// an error. So under a policy scripts are not optimised; they run op by op, and autograd records
+// them. The JIT's switch is thread-local. LibTorch does not carry it to other threads with the
+// thread's state, and a region also uses a plan that was optimised elsewhere.
 //
 // Setting the switch takes LibTorch 100 ns. The JIT reports each run of a script to its logger
 // before it selects the script's plan. So our logger, which does nothing else, sets the switch, and

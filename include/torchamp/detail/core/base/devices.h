@@ -40,11 +40,12 @@ struct DeviceFacts {
   bool fused = true;  ///< whether its fused optimizers, if any, heed the scale and the flag
 };
 
-// Note [MPS's kernels] Before LibTorch 2.13, MPS's kernel that unscales reads its fp32 factor as if
-// it had the dtype of the gradients: if the scale is a power of two, 16-bit gradients become 0
-// (pytorch pull request 184286). MPS's fused optimizers ignore grad_scale and found_inf (186360).
-// From 2.13 on they use both. torchamp still steps by ordinary ops on MPS, because the new kernels
-// were not tested on a device.
+// Note [MPS's kernels]
+// Before LibTorch 2.13, MPS's kernel that unscales reads its fp32 factor as if it had the dtype of
+// the gradients: if the scale is a power of two, 16-bit gradients become 0 (pytorch pull request
+// 184286). MPS's fused optimizers ignore grad_scale and found_inf (186360). From 2.13 on they use
+// both. torchamp still steps by ordinary ops on MPS, because the new kernels were not tested on a
+// device.
 
 /// Device types without a row have the defaults.
 inline constexpr DeviceFacts device_facts[] = {

@@ -1,6 +1,6 @@
-// SPDX-License-Identifier: BSD-3-Clause Functions that differ between operating systems. Files:
-// detail/extras/io/open_file.h. Sockets: detail/extras/distributed/loopback.h. No other header
-// depends on the system.
+// SPDX-License-Identifier: BSD-3-Clause
+// Functions that differ between operating systems. Files: detail/extras/io/open_file.h. Sockets:
+// detail/extras/distributed/loopback.h. No other header depends on the system.
 #pragma once
 
 #ifdef _WIN32

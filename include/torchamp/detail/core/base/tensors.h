@@ -46,10 +46,10 @@ inline uint32_t version_of(const at::Tensor& tensor) {
   return static_cast<uint32_t>(tensor._version());
 }
 
-// Note [Weights that are written] Code that writes to weights reports it to code that stores copies
-// of them, in this shared library or another. Code that stores copies defines an op of this name,
-// whose schema "(int address=…) -> ()" carries the address of a WeightsWritten. Later versions of
-// torchamp must not change either.
+// Note [Weights that are written]
+// Code that writes to weights reports it to code that stores copies of them, in this shared library
+// or another. Code that stores copies defines an op of this name, whose schema "(int address=…) ->
+// ()" carries the address of a WeightsWritten. Later versions of torchamp must not change either.
 inline constexpr const char* weights_written_op = "torchamp::_weights_written";
 
 /// Drops copies of these weights: the weights may have other values, even if LibTorch has counted

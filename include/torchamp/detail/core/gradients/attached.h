@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause Data that torchamp attaches to a weight, and walks over an
-// optimizer's parameters and gradients.
+// SPDX-License-Identifier: BSD-3-Clause
+// Data that torchamp attaches to a weight, and walks over an optimizer's parameters and gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,10 +20,11 @@
 
 namespace torchamp::detail {
 
-// Note [Weights that carry something] Master weights attach a WeightMeta to the TensorImpl of a
-// weight, so that all code with the weight can find it, and so that it lives as long as the weight.
-// Gradients, optimizers and the scaler use masters only through it: it names the processes that
-// agree on an overflow and on a norm, and the method by which the weight is stepped.
+// Note [Weights that carry something]
+// Master weights attach a WeightMeta to the TensorImpl of a weight, so that all code with the
+// weight can find it, and so that it lives as long as the weight. Gradients, optimizers and the
+// scaler use masters only through it: it names the processes that agree on an overflow and on a
+// norm, and the method by which the weight is stepped.
 
 /// How fused optimizers step a weight if they do not step the tensor itself: a StepMethod.
 class AnyStepMethod {

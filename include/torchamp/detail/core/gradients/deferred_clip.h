@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause A clip that the next step of a fused optimizer applies.
+// SPDX-License-Identifier: BSD-3-Clause
+// A clip that the next step of a fused optimizer applies.
 #pragma once
 
 #include <ATen/SequenceNumber.h>
@@ -17,17 +18,17 @@
 
 namespace torchamp::detail {
 
-// Note [What was clipped is what is stepped] A deferred clip is a number, the divisor, and a
-// Snapshot of the gradients from which the divisor was computed. So no device must be read to check
-// whether they are unchanged.
+// Note [What was clipped is what is stepped]
+// A deferred clip is a number, the divisor, and a Snapshot of the gradients from which the divisor
+// was computed. So no device must be read to check whether they are unchanged.
 //
 // Compared with the Snapshot, the gradients at the step are
 //   the same         the step divides by the divisor
-//   gone             none of them is there any more. Either zero_grad() has dropped them and a new
-//                    backward has made others, and the divisor is forgotten; or the program has
-//                    replaced them by what it computed from them, which is an error. What tells the
-//                    two apart is whether this thread has recorded a graph for autograd meanwhile.
-//   something else   an error: some were written to, replaced, dropped or added to.
+//   gone             none of them exists any more. Either zero_grad() has dropped them and a new
+//                    backward has made others: then the divisor is dropped. Or the program has
+//                    replaced them by tensors computed from them: then it is an error. It is the
+//                    first case if this thread has recorded a graph for autograd meanwhile.
+//   something else   an error: some were written to, replaced, dropped or added.
 // After the library's own writes (the check, GradScaler::unscale_) the divisor still applies. It is
 // dropped by the step, taken or skipped; by zero_grad() of the fused optimizer; by the next clip,
 // if the gradients are gone; and by clip_grad_value_, which applies it first.

@@ -115,16 +115,16 @@ inline at::Tensor total_norm(const std::vector<GradientBatch>& batches, double n
   return at::linalg_vector_norm(norms.size() == 1 ? norms[0] : at::cat(norms), norm_type);
 }
 
-// Note [Norms of scaled gradients] The squares of scaled gradients, and their sums, may be outside
-// of fp32's range although no gradient is. The norm must still be exactly the norm of the unscaled
-// gradients:
-//   sums and squares in fp64, which can hold them for all fp32 numbers. A GPU computes them while
-//                       it waits for memory. A CPU has to copy first, so there the sum is made in
-//                       fp32, and, if it comes out where fp32 ends, once more in fp64.
-//   maxima, minima      as they are
-//   nonzero gradients   as they are, and not divided by the scale
-//   any other norm      of copies divided by the scale, since powers leave fp64's range, too; so
-//                       are sums and squares on devices that are not known to have fp64
+// Note [Norms of scaled gradients]
+// The squares of scaled gradients, and their sums, may be outside of fp32's range although no
+// gradient is. The norm must still be exactly the norm of the unscaled gradients:
+//   sums and squares    in fp64, which can hold them for all fp32 numbers. A GPU computes them
+//                       while it waits for memory. A CPU must copy first, so there the sum is made
+//                       in fp32, and, if the result is at an end of fp32's range, again in fp64.
+//   maxima, minima      of the scaled gradients, in fp32
+//   nonzero gradients   counted without a division by the scale
+//   any other norm      of copies divided by the scale, because powers may leave fp64's range. So
+//                       are sums and squares on devices that are not known to have fp64.
 // This takes one pass over the gradients; two if a CPU sums a second time, or if copies are
 // divided.
 

@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause Gives gradients that share memory their own memory.
+// SPDX-License-Identifier: BSD-3-Clause
+// Gives gradients that share memory their own memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>

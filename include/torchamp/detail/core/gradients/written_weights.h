@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause Reports writes to weights, to caches of their casts and to
-// masters.
+// SPDX-License-Identifier: BSD-3-Clause
+// Reports writes to weights, to caches of their casts and to masters.
 #pragma once
 
 #include <ATen/autocast_mode.h>

@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause Numbers that a fused step reads on its device: the divisor,
-// found_inf, the step counters.
+// SPDX-License-Identifier: BSD-3-Clause
+// Numbers that a fused step reads on its device: the divisor, found_inf, the step counters.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -20,12 +20,12 @@
 
 namespace torchamp::detail {
 
-// Note [Steps without a fused kernel] If a device has no fused kernel that uses the scale and the
-// flag, a list's parameters, gradients and states are copied into one flat tensor each. Ordinary
-// ops then step them all at once, without a read by the host. 16-bit numbers are stepped in fp32.
-// If the step is skipped, the old values are stored again. For one list this takes some 30 launches
-// instead of one (15 to 20 of them process all parameters), and temporary memory for some five
-// copies of the parameters.
+// Note [Steps without a fused kernel]
+// If a device has no fused kernel that uses the scale and the flag, a list's parameters, gradients
+// and states are copied into one flat tensor each. Ordinary ops then step them all at once, without
+// a read by the host. 16-bit numbers are stepped in fp32. If the step is skipped, the old values
+// are stored again. For one list this takes some 30 launches instead of one (15 to 20 of them
+// process all parameters), and temporary memory for some five copies of the parameters.
 
 /// A list of one step, for ordinary ops.
 class FlatStep {

@@ -27,14 +27,15 @@
 
 namespace torchamp::detail {
 
-// Note [The plan of a fused step] The arguments of the kernels (lists of parameters, states and
-// counters by group, device and dtype) are made once and kept. Each step walks over the parameters,
-// collects the gradients, and checks whether the plan is still valid: the same parameters, the same
-// parameters with gradients, the layouts for which the states were made, the same kinds of state,
-// the same states. (LibTorch returns a reference to the map of states, so a program may clear it or
-// replace states.) If the plan is not valid, a new plan is made from the groups, the states and the
-// counters: nothing else outlives a plan. A parameter keeps its counter while it has no gradient. A
-// state that is not the plan's holds its own number of steps.
+// Note [The plan of a fused step]
+// The arguments of the kernels (lists of parameters, states and counters by group, device and
+// dtype) are made once and kept. Each step walks over the parameters, collects the gradients, and
+// checks whether the plan is still valid: the same parameters, the same parameters with gradients,
+// the layouts for which the states were made, the same kinds of state, the same states. (LibTorch
+// returns a reference to the map of states, so a program may clear it or replace states.) If the
+// plan is not valid, a new plan is made from the groups, the states and the counters: nothing else
+// outlives a plan. A parameter keeps its counter while it has no gradient. A state that is not the
+// plan's holds its own number of steps.
 
 /// The arguments with which a step of `Kernel` calls the fused kernels.
 template <OptimizerKernel Kernel>

@@ -21,16 +21,17 @@
 
 namespace torchamp::detail {
 
-// Note [First steps of SGD] A momentum buffer starts as the gradient of the first step, undampened.
-// ATen's kernel does this if is_first_step is true. But it may skip this step like any other, so
-// without a read the host cannot know whether the buffer was filled. (PyTorch's own optimizer
-// assumes that it was, and continues with uninitialised memory.) Here buffers start as zeros, and
-// the device counts steps until one was taken. The count is copied to the host until that step has
-// arrived there; nothing waits for the copy. Without dampening, a later step with a buffer of zeros
-// gives the same result as the first step: the count matters only if dampening is set later. With
-// dampening, as long as the host has no answer, the kernel is called twice: as for the first step,
-// and as for a later step. Each call has a gate and is skipped if the gate is 1: the first if there
-// was an earlier step, the second if there was none, and both if the step is skipped anyway.
+// Note [First steps of SGD]
+// A momentum buffer starts as the gradient of the first step, undampened. ATen's kernel does this
+// if is_first_step is true. But it may skip this step like any other, so without a read the host
+// cannot know whether the buffer was filled. (PyTorch's own optimizer assumes that it was, and
+// continues with uninitialised memory.) Here buffers start as zeros, and the device counts steps
+// until one was taken. The count is copied to the host until that step has arrived there; nothing
+// waits for the copy. Without dampening, a later step with a buffer of zeros gives the same result
+// as the first step: the count matters only if dampening is set later. With dampening, as long as
+// the host has no answer, the kernel is called twice: as for the first step, and as for a later
+// step. Each call has a gate and is skipped if the gate is 1: the first if there was an earlier
+// step, the second if there was none, and both if the step is skipped anyway.
 struct SgdKernel
     : KernelBase<torch::optim::SGD, torch::optim::SGDOptions, torch::optim::SGDParamState> {
   static constexpr const char* name = "FusedSGD";

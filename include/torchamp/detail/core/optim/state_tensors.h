@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause A table of LibTorch's own kinds of optimizers. Fused
-// optimizers describe themselves.
+// SPDX-License-Identifier: BSD-3-Clause
+// A table of LibTorch's own kinds of optimizers. Fused optimizers describe themselves.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -1,5 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause LibTorch's kernels, for calls after torchamp's kernels have
-// replaced them.
+// SPDX-License-Identifier: BSD-3-Clause
+// LibTorch's kernels, for calls after torchamp's kernels have replaced them.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

@@ -1,4 +1,5 @@
-// SPDX-License-Identifier: BSD-3-Clause State that exists once per process.
+// SPDX-License-Identifier: BSD-3-Clause
+// State that exists once per process.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -95,11 +96,12 @@ struct DeviceAutocastState {
 
 // ---- What is kept of weights --------------------------------------------------------------------
 
-// Note [Weights that are kept] LibTorch caches casts of weights for a region. Other caches are
-// extras: casts (weight_cache.h) and other forms of weights are in a store of the process
-// (detail/extras/weights/derived.h). The core reports events to the store through KeptWeights, and
-// the core's own writes as in Note [Weights that are written]. A WeightCasts casts weights for a
-// region. Without these extras all are null.
+// Note [Weights that are kept]
+// LibTorch caches casts of weights for a region. Other caches are extras: casts (weight_cache.h)
+// and other forms of weights are in a store of the process (detail/extras/weights/derived.h). The
+// core reports events to the store through KeptWeights, and the core's own writes as in Note
+// [Weights that are written]. A WeightCasts casts weights for a region. Without these extras all
+// are null.
 
 /// How long a cast or another form of a weight is kept.
 struct WeightKeep {
@@ -188,12 +190,13 @@ struct CpuProductsState {
 
 // ---- The runtime --------------------------------------------------------------------------------
 
-// Note [One runtime per process] If a header-only library is compiled with hidden visibility into a
-// host and its plugins, each of them has a copy of each inline variable. But torchamp's autocast
-// kernels, and the name of the thread's policy slot, must exist once. So torchamp uses LibTorch's
-// dispatcher, which all of them share by name: the first library creates a SharedRuntime and
-// defines an op whose schema carries its address. The SharedRuntime is never freed: kernels and
-// threads' states point into it until the process ends.
+// Note [One runtime per process]
+// If a header-only library is compiled with hidden visibility into a host and its plugins, each of
+// them has a copy of each inline variable. But torchamp's autocast kernels, and the name of the
+// thread's policy slot, must exist once. So torchamp uses LibTorch's dispatcher, which all of them
+// share by name: the first library creates a SharedRuntime and defines an op whose schema carries
+// its address. The SharedRuntime is never freed: kernels and threads' states point into it until
+// the process ends.
 //
 // LibTorch gets pointers to kernels and virtual tables in the shared library that registers them.
 // So every library that uses the runtime pins itself: it stays mapped after dlclose().

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a scaler's options, and a state that it takes over, have to be.
+// Checks of a scaler's options and of a state that it loads.
 #pragma once
 
 #include <cmath>

@@ -22,20 +22,20 @@
 namespace torchamp::detail {
 
 // Note [A gradient is divided once]
-// Optimizers that have a parameter in common have its gradient in common, and each would divide it
-// by the scale. So an iteration keeps a Snapshot of the gradients of each optimizer that was
-// unscaled or stepped. A gradient in it is
+// Optimizers that share a parameter share its gradient, and each would divide it by the scale. So
+// an iteration keeps a Snapshot of the gradients of each optimizer that was unscaled or stepped. A
+// gradient in it is
 //
 //   divided   as long as it is the same tensor. A write, such as a clip, leaves it divided.
-//   mixed     if the backward of a scaled loss has written to it, or replaced it, while it was as
-//             the optimizer had left it: one part is divided, the other is scaled
+//   mixed     if the backward of a scaled loss has written to it, or replaced it, and nothing else
+//             has changed it since the division: one part is divided, the other is scaled
 //   scaled    if that backward has written to it after another write, which may have cleared it;
-//             or if another tensor has taken its place
+//             or if another tensor has replaced it
 //
 // It is an error to divide a divided or a mixed gradient, and to step with a mixed one.
 
-/// The gradients that the optimizers of an iteration have divided, or left to their steps to
-/// divide. Not safe to use from several threads at once.
+/// The gradients that the optimizers of an iteration have divided, or that their steps divide. Not
+/// safe to use from several threads at once.
 class DividedGradients {
   enum class Part : std::uint8_t { divided, mixed, scaled };
 
@@ -46,7 +46,7 @@ class DividedGradients {
     std::vector<Part> parts{};  // of the gradients
     bool any_changed = false;   // by a backward
 
-    /// Gradients that a backward has changed belong to `other` from now on, which divides them.
+    /// Gives gradients that a backward has changed to `other`, which divides them.
     void release(const torch::optim::Optimizer& other) {
       if (!any_changed) return;
       any_gradient(other, [this](const at::Tensor& gradient) {
@@ -71,7 +71,7 @@ class DividedGradients {
  public:
   bool empty() const { return owners_.empty(); }
 
-  /// The gradients of `optimizer` are divided, as they are now.
+  /// Records the present gradients of `optimizer` as divided.
   void note(const torch::optim::Optimizer& optimizer) {
     for (Owner& other : owners_) other.release(optimizer);
     Owner& owner = owner_of(optimizer);
@@ -83,7 +83,7 @@ class DividedGradients {
   void forget(const torch::optim::Optimizer& optimizer) {
     std::erase_if(owners_, [&](const Owner& owner) { return owner.optimizer.is(optimizer); });
   }
-  /// Keeps the lists' memory for the next iteration.
+  /// Removes all records; keeps the lists' memory for the next iteration.
   void clear() {
     for (Owner& owner : owners_) {
       owner.optimizer = {};
@@ -94,8 +94,8 @@ class DividedGradients {
     spare_.splice(spare_.begin(), owners_);
   }
 
-  /// Whether a scaled backward has changed a gradient of `optimizer`, which still has it, after it
-  /// was divided for any optimizer.
+  /// Whether a scaled backward has changed a gradient that `optimizer` still has, after it was
+  /// divided for any optimizer.
   bool any_mixed(const torch::optim::Optimizer& optimizer) const {
     return std::any_of(owners_.begin(), owners_.end(), [&](const Owner& owner) {
       return owner.any_changed && any_gradient(optimizer, [&](const at::Tensor& gradient) {
@@ -122,7 +122,8 @@ class DividedGradients {
   }
 
   /// Throws if `optimizer`, whose gradients are about to be divided, has one that is divided for
-  /// another optimizer, or mixed. `writes_count`: what was written to since is no longer divided.
+  /// another optimizer, or mixed. `writes_count`: a gradient that was written since is no longer
+  /// divided.
   void check_divided_once(const torch::optim::Optimizer& optimizer, const char* call,
                           bool writes_count) const {
     const auto is_other = [&](const Owner& owner) { return !owner.optimizer.is(optimizer); };
@@ -167,7 +168,7 @@ class DividedGradients {
       if (owner == owners_.end() || gradients.size() != owner->gradients.size()) continue;
       gradients.any_change(now(*owner), [&](std::size_t i, Change change, const at::Tensor& now) {
         if (change == Change::same) return false;
-        // One that was the same when this backward began is the optimizer's.
+        // If the gradient was unchanged when this backward began, it is divided.
         const bool was_divided = owner->parts[i] != Part::scaled && gradients[i].was_defined() &&
                                  owner->gradients[i] == gradients[i];
         owner->parts[i] = was_divided ? Part::mixed : Part::scaled;
