@@ -121,7 +121,7 @@ inline at::Tensor total_norm(const std::vector<GradientBatch>& batches, double n
 //   sums and squares    in fp64, which can hold them for all fp32 numbers. A GPU computes them
 //                       while it waits for memory. A CPU must copy first, so there the sum is made
 //                       in fp32, and, if the result is at an end of fp32's range, again in fp64.
-//   maxima, minima      of the scaled gradients, in fp32
+//   maxima, minima      of the scaled gradients
 //   nonzero gradients   counted without a division by the scale
 //   any other norm      of copies divided by the scale, because powers may leave fp64's range. So
 //                       are sums and squares on devices that are not known to have fp64.

@@ -18,10 +18,10 @@ class OneCaller {
   /// A call of the current thread, while it lives.
   class Call {
    public:
-    /// Throws while another thread is in a call, and, for a call that cannot be nested, while this
-    /// one is. `name` is the call's.
+    /// Throws while another thread is in a call. Throws for a call that cannot be nested while this
+    /// thread is in a call. `name` is the name of the call.
     Call(OneCaller& caller, const char* name, Nested nested = Nested::allowed) : caller_(caller) {
-      std::thread::id found;  // nobody
+      std::thread::id found;  // no thread
       is_first_ = caller_.thread_.compare_exchange_strong(found, std::this_thread::get_id());
       TORCH_CHECK(is_first_ || found == std::this_thread::get_id(), name,
                   ": another thread is in a call of this TrainingStep, which serves one thread at "
