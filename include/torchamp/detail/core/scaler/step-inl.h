@@ -118,10 +118,10 @@ inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState
 
 // Note [A large scale and a clip]
 //
-// A fused step divides by one fp32 number, the scale times what a clip has left to it, which is the
-// norm over max_norm. If fp32 cannot hold the product, the gradients count as an overflow: the step
-// is skipped, and the scale backs off until fp32 can. On the host the product is looked at, on a
-// device the check of the gradients includes it.
+// A fused step divides by one fp32 number: the scale times the divisor of a deferred clip, which is
+// the norm over max_norm. If fp32 cannot hold the product, this counts as an overflow: the step is
+// skipped, and the scale backs off until fp32 can hold it. On the host the product is checked
+// directly; on a device the check of the gradients includes it.
 
 /// Whether the scale times `clip`, both on the host, is more than fp32 holds.
 inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
@@ -144,8 +144,8 @@ inline bool host_sees_finite(const StepDivisor& divisor) {
          std::isfinite(*divisor.product.const_data_ptr<float>());
 }
 
-/// Whether the same two numbers show it on a device, where a check of them replaces that of all
-/// gradients. clip_norm, in clip_grad.h, says so by Divisor::shows_non_finite.
+/// Whether a check of the same two numbers on a device replaces the check of all gradients.
+/// clip_norm, in clip_grad.h, sets Divisor::shows_non_finite for this.
 inline bool device_sees_finite(at::Device device, const StepDivisor& divisor) {
   const at::Tensor& norm = divisor.clip.norm;
   return divisor.clip.shows_non_finite && number_to_check(divisor).defined() && norm.defined() &&

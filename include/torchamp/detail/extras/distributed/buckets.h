@@ -309,7 +309,7 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
 
   void start(int task) {
     TORCH_CHECK(!runs_ || next_ == 0,
-                "backward: the previous one failed after it had sent some gradients, so the "
+                "backward: the previous backward failed after it had sent some gradients, so the "
                 "processes may be out of step. End them all and resume from a checkpoint.");
     for (std::size_t b = 0; b < buckets_.size(); ++b) {
       buckets_[b] = {layout_.buckets()[b].weights.size()};

@@ -78,7 +78,7 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
     if (!gradient.defined()) return false;
     TORCH_CHECK(gradient.layout() == at::kStrided, "backward: the gradient of '", name(w),
                 "' has the layout ", gradient.layout(),
-                ". ShardedMasterWeights take dense ones: for an embedding, sparse(false).");
+                ". ShardedMasterWeights need dense gradients: set sparse(false) for an embedding.");
     check_copied(w);
     has_unsent_ = !sends_;
     if (!sends_ && gradient.scalar_type() != at::kFloat) {

@@ -171,7 +171,7 @@ class GradientAverages final : public GradientBuckets {
       const at::Tensor gradient = owner_of(w).grad();
       TORCH_CHECK(gradient.layout() == at::kStrided, "DistributedDataParallel: the gradient of '",
                   name(w), "' has the layout ", gradient.layout(),
-                  ". Only dense ones are averaged: for an embedding, sparse(false).");
+                  ". Only dense gradients are averaged: set sparse(false) for an embedding.");
       copies.add(to, gradient);
     }
     copies.copy();

@@ -216,7 +216,7 @@ inline void ShardedMasterWeights::check_stepped(const std::string& call) const {
               "sync_gradients() before the step, or drop them by the model's zero_grad().");
   TORCH_CHECK(has_optimizer || !has_gradient, call,
               ": no optimizer is known to treat each element of the shards independently. Use a "
-              "fused one or a GradScaler, or call check_optimizer() with LibTorch's own.");
+              "fused optimizer or a GradScaler, or call check_optimizer() with your optimizer.");
 }
 
 inline void ShardedMasterWeights::copy_to_model() {

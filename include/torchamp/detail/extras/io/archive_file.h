@@ -262,7 +262,7 @@ inline void check_archive(const ArchiveBytes& archive) {
   if (!is_sealed(archive)) return ZipCheck::check(archive);
   const uint64_t end = archive->size() - 16;
   TORCH_CHECK(read_bytes(archive, end, 16) == hexadecimal(sum_of<Checksum>(archive, 0, end)),
-              "it is damaged: its bytes are not those that were written.");
+              "it is damaged: its bytes have changed since it was written.");
 }
 
 // Note [Devices in archives]

@@ -251,12 +251,12 @@ inline void check_archive_fits(const torch::optim::Optimizer& optimizer,
   }
   TORCH_CHECK(held.kind == wanted.kind || held.kind.empty() || wanted.kind.empty(),
               "it holds the state of ", held.kind, ", and the program's optimizer is ", wanted.kind,
-              ". Make the optimizer of the run that saved it, or do not add this one: it then "
-              "starts without state.");
+              ". Create the optimizer of the run that saved it, or do not add this optimizer: it "
+              "then starts without state.");
   TORCH_CHECK(held.groups == wanted.groups, "it has parameter groups of ",
               at::IntArrayRef(held.groups), " parameters, and the program's optimizer ",
               at::IntArrayRef(wanted.groups),
-              ". Make model and optimizer those of the run that saved it, or do not add this "
+              ". Create model and optimizer as in the run that saved it, or do not add this "
               "optimizer: it then starts without state.");
 }
 

@@ -255,8 +255,7 @@ inline void TrainingCheckpoint::check_entries_of_step(
     const std::string name = step.prefix + "scheduler";
     TORCH_CHECK(has(name) || !shared.try_read(detail::archive_key(name), unread),
                 "it was saved with a scheduler, and this TrainingStep has none, so the learning "
-                "rate would stay where that scheduler has left it. Set .scheduler as when it was "
-                "saved.");
+                "rate would stay constant. Set .scheduler as when it was saved.");
   }
 }
 

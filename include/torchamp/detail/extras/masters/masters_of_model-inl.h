@@ -56,8 +56,8 @@ inline void check_narrow_dtype(const char* owner, at::ScalarType dtype, MasterSt
                     ". Pass torch::kHalf or torch::kBFloat16.");
   TORCH_CHECK_VALUE(storage != MasterStorage::split || dtype == at::kBFloat16, owner,
                     ": masters of ", dtype,
-                    " weights cannot be split, as these are not the upper half of "
-                    "fp32 numbers. Pass .dtype = torch::kBFloat16 with MasterStorage::split.");
+                    " weights cannot be split, because they are not the upper half of fp32 "
+                    "numbers. Pass .dtype = torch::kBFloat16 with MasterStorage::split.");
 }
 
 /// Throws for a parameter that already has a master, that no optimizer can step, that cannot be
@@ -72,7 +72,7 @@ inline void check_may_be_master(const char* owner, const std::string& name,
   const WeightMeta* const meta = weight_meta_of(parameter);
   TORCH_CHECK(!meta || meta->masters.expired(), owner, ": the parameter '", name,
               "' has a master already in other MasterWeights or ShardedMasterWeights, which would "
-              "overwrite the model's weights. Use those, or destroy them first.");
+              "overwrite the model's weights. Use these masters, or destroy them first.");
   TORCH_CHECK(!parameter.requires_grad() || !repeats_elements(parameter), owner,
               ": several elements of the parameter '", name, "' (sizes ", parameter.sizes(),
               ", strides ", parameter.strides(),
@@ -117,7 +117,7 @@ void check_apart(const char* owner, const Weights& weights) {
     TORCH_CHECK(
         !overlap || !part || !any_trained, owner, ": the parameters '", one.weight->name, "' and '",
         other.weight->name,
-        "' are two tensors in the same memory, which the cast would part. Use one tensor in "
+        "' are two tensors in the same memory, which the cast would separate. Use one tensor in "
         "both places (decoder->weight = encoder->weight), or give each its own memory: "
         "parameter.set_data(parameter.clone()).");
   }
@@ -158,7 +158,7 @@ inline void MastersOfModel::warn_of_written_model() {
     TORCH_WARN(owner_, "::copy_to_model: the model's weight '", weight.name,
                "' was written to since the last call, and its master's value replaces what was "
                "written. To fill the model from a file, call torch::load(masters, path); to change "
-               "weights, change those of parameters(). This warning is given once.");
+               "weights, change the tensors of parameters(). This warning is given once.");
   }
 }
 

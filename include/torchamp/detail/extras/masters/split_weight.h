@@ -49,10 +49,9 @@ namespace torchamp::detail {
 
 /// The end of messages about split weights that other optimizers step.
 inline std::string split_needs_fused() {
-  return ". With MasterStorage::split half of each weight lies where only fused optimizers (" +
-         FusedNames::text() +
-         ") and MasterWeights::load() write it. Step it with one of those, or make the masters "
-         "with MasterStorage::full.";
+  return ". With MasterStorage::split only fused optimizers (" + FusedNames::text() +
+         ") and MasterWeights::load() write both halves of a weight. Step it with a fused "
+         "optimizer, or make the masters with MasterStorage::full.";
 }
 
 /// The data of a split weight besides the weight itself.

@@ -176,8 +176,8 @@ class Observation {
     ObserverTable::instance().remove(slot_);
     if (thread_ != std::this_thread::get_id()) {
       TORCH_WARN("~", who_,
-                 ": destroyed by another thread than the one that made it, whose ops keep calling "
-                 "it without effect. Keep it in the scope that it observes.");
+                 ": destroyed by another thread than the thread that made it, whose ops still call "
+                 "it, without effect. Make it a local variable.");
       return;
     }
     if (has_callbacks()) at::removeCallback(callback_);

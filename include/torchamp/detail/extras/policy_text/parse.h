@@ -142,12 +142,12 @@ class PolicyParser {
   /// Ends the part before the line "module NAME", and begins that of the module.
   void end_part(std::shared_ptr<const PolicyData>& common, PoliciesOfModules& modules,
                 const std::string& module) {
-    TORCH_CHECK(policy_, where_, ": nothing stands before the line 'module ", module,
-                "'. The text begins with 'policy standard' or 'policy torch', which holds for all "
-                "ops.");
+    TORCH_CHECK(policy_, where_, ": there is no policy before the line 'module ", module,
+                "'. The text must begin with 'policy standard' or 'policy torch', which holds for "
+                "all ops.");
     TORCH_CHECK(!module.empty(), where_, " has a line 'module' without a name.");
     TORCH_CHECK(modules_.insert(module).second, where_, " has two lines 'module ", module,
-                "'. Put what is under them under one.");
+                "'. Put the edits of both under one of them.");
     (common ? modules.back().second : common) = finished();
     modules.emplace_back(module, nullptr);
     policy_ = std::make_shared<PolicyData>(*common);
@@ -156,7 +156,7 @@ class PolicyParser {
 
   std::shared_ptr<const PolicyData> finished() const {
     TORCH_CHECK(policy_, where_,
-                ": the text is empty. It starts with 'policy standard' or 'policy torch'.");
+                ": the text is empty. It must begin with 'policy standard' or 'policy torch'.");
     if (policy_->edits.empty()) return unedited(policy_->base);
     return policy_;
   }

@@ -54,7 +54,7 @@ class ModelState {
     try {
       begin_step();
     } catch (const std::exception& error) {
-      TORCH_WARN("PrecisionAudit: cannot put the model back as it was: ", error.what());
+      TORCH_WARN("PrecisionAudit: cannot restore the model: ", error.what());
     }
     for (std::size_t i = 0; i < gradients_.size(); ++i) {
       parameter(i).tensor.mutable_grad() = gradients_[i];

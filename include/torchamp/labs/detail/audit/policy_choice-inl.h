@@ -302,9 +302,9 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
   TORCH_CHECK(!data_->rows.empty(), call, ": nothing has been measured. Call run(step) first.");
   TORCH_CHECK_VALUE(!budget.error_budget || *budget.error_budget >= 0., call,
                     ": the error budget is ", budget.error_budget.value_or(0.),
-                    ". It is 0 or more.");
+                    ". It must be 0 or more.");
   TORCH_CHECK_VALUE(budget.gradient_loss_limit >= 0., call, ": the gradient_loss_limit is ",
-                    budget.gradient_loss_limit, ". It is 0 or more.");
+                    budget.gradient_loss_limit, ". It must be 0 or more.");
   detail::check_is_trained(call, *data_->audited.model);
   return detail::PolicySearch(call, *data_, budget).run();
 }

@@ -158,9 +158,10 @@ class NoSecondDerivative final : public torch::autograd::Node {
 
  protected:
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
-    TORCH_CHECK(false,
-                "torchamp: fp8 products have no second derivative. Run the part of the model that "
-                "needs one under a policy without the fp8 rule, by a guard or a module policy.");
+    TORCH_CHECK(
+        false,
+        "torchamp: fp8 products have no second derivative. If a part of the model needs one, run "
+        "that part under a policy without the fp8 rule, by a guard or a module policy.");
   }
 };
 

@@ -283,7 +283,7 @@ inline UnderflowMeter::UnderflowMeter(detail::NamedParameters parameters,
     : parameters_(std::move(parameters)),
       every_(options.every),
       history_(std::make_shared<detail::UnderflowHistory>()) {
-  TORCH_CHECK_VALUE(every_ >= 1, "UnderflowMeter: every is ", every_, ". It is 1 or more.");
+  TORCH_CHECK_VALUE(every_ >= 1, "UnderflowMeter: every is ", every_, ". It must be 1 or more.");
 }
 
 inline UnderflowReport UnderflowMeter::report() const {
@@ -296,8 +296,8 @@ inline UnderflowReport UnderflowMeter::report() const {
 inline UnderflowMeter::Step::Step(const UnderflowMeter& meter, const GradScaler* scaler)
     : history_(meter.history_) {
   TORCH_CHECK(!history_->in_step,
-              "UnderflowMeter::step: the last step has not ended. It ends with the object that "
-              "step() returned: destroy that first.");
+              "UnderflowMeter::step: the last step has not ended. First destroy the object that "
+              "step() returned: it ends the step.");
   if (history_->steps_in_all % meter.every_ == 0) {
     auto recording = std::make_shared<detail::UnderflowRecording>(meter.parameters_);
     if (scaler != nullptr) {
