@@ -73,10 +73,10 @@ class AccumulationResult : public StepResult {
 ///     accumulation.flush();
 ///
 /// The step uses the gradient of the mean of the losses. A window is the micro-batches of one step;
-/// all its losses have the same scale. Errors: the scale has changed within a window; the gradients
+/// all its losses have the same scale. Errors: the scale has changed in a window; the gradients
 /// were cleared (set to none, as zero_grad() does); the program has called the scaler's step() and
 /// update() itself. After such an error discard() begins a new window. The scaler cannot be saved
-/// within a window. Holds references to scaler and optimizer. Synchronises only if scaler.step()
+/// in a window. Holds references to scaler and optimizer. Synchronises only if scaler.step()
 /// does. One thread at a time.
 ///
 /// If LibTorch's backward throws, it may have added some of the gradients: call discard(). If one
@@ -84,7 +84,7 @@ class AccumulationResult : public StepResult {
 /// step again, or call discard(), which drops the window.
 ///
 /// With `.drop_bad` each micro-batch is unscaled and checked separately, and then added to sums
-/// outside `.grad`. Each micro-batch is an iteration of the scaler: the scale may change within a
+/// outside `.grad`. Each micro-batch is an iteration of the scaler: the scale may change in a
 /// window, and growth_interval counts micro-batches. The device decides which micro-batches to
 /// keep; with a disabled scaler all are kept. If the sum of the kept micro-batches is not finite,
 /// all are dropped. The host does not know which micro-batches were dropped. So a parameter that
@@ -92,7 +92,7 @@ class AccumulationResult : public StepResult {
 /// decay continue.
 ///
 /// `.drop_bad` costs one fp32 sum per parameter (fp64 for fp64 parameters), and one synchronisation
-/// in the step unless the optimizer is a ScaledStep. Gradients must be dense. Within a window,
+/// in the step unless the optimizer is a ScaledStep. Gradients must be dense. In a window,
 /// parameters may be added to the optimizer but not removed or reshaped. A call that fails leaves
 /// the window unchanged. The mean is over the kept micro-batches. So a program that ends windows by
 /// flush() may pass a number of `micro_batches` that no window reaches.
@@ -119,10 +119,10 @@ class Accumulation {
   ~Accumulation();
 
   /// Sets a function that is called before the gradients are unscaled, once per step: call
-  /// MasterWeights::take_gradients() in it. The gradients are those that backward() has added up in
+  /// MasterWeights::take_gradients() in it. Its gradients are the sums of all backward() calls of
   /// the window, still scaled. With `.drop_bad` it is called after each backward(), with the
   /// gradients of the micro-batch. Gradients of earlier micro-batches are already in the masters,
-  /// which add them in fp32. Exception: gradients within DistributedDataParallel::no_sync() are
+  /// which add them in fp32. Exception: gradients under DistributedDataParallel::no_sync() are
   /// still in the model.
   void before_unscale(std::function<void()> call) { before_unscale_ = std::move(call); }
 
@@ -136,7 +136,7 @@ class Accumulation {
   /// were cleared since the last call, or that the scaler has unscaled or stepped with.
   ///
   /// With `.drop_bad` the gradients are cleared before and after each call; before the call, the
-  /// gradients of a model under MasterWeights are cleared, too. If update() throws at a limit of
+  /// gradients of a model under MasterWeights are also cleared. If update() throws at a limit of
   /// the scaler, the micro-batch is not counted and the scaler is unchanged.
   std::optional<AccumulationResult> backward(const at::Tensor& loss);
 
@@ -145,8 +145,8 @@ class Accumulation {
   /// an error of the step, flush() tries the step again. If update() throws at a limit of the
   /// scaler, the step was skipped and the window is dropped.
   ///
-  /// Sends gradients that were computed within ShardedMasterWeights::no_sync(); then all processes
-  /// must call it. Gradients within DistributedDataParallel::no_sync() are not sent: call
+  /// Sends gradients that were computed under ShardedMasterWeights::no_sync(); then all processes
+  /// must call it. Gradients in DistributedDataParallel::no_sync() are not sent: call
   /// sync_gradients() in before_unscale(). Error with `.drop_bad` and without a before_step(): the
   /// program has clipped since the window's first micro-batch, when there were no gradients.
   std::optional<AccumulationResult> flush();

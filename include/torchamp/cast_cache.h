@@ -40,7 +40,7 @@ inline void set_cast_cache(bool enabled) {
 }
 
 /// A scope that begins with an empty cache of LibTorch's weight casts, and ends with an empty one:
-/// casts from within the scope are part of the scope's autograd graph.
+/// casts in the scope are part of the scope's autograd graph.
 class EmptyCastCache {
  public:
   EmptyCastCache() { at::autocast::clear_cache(); }
@@ -58,7 +58,7 @@ class EmptyCastCache {
 //    An outermost AutocastRegion clears it at its end only, because the previous region has left it
 //    empty;
 //  - after weights are written: DropWeightCasts after a step, even if the step throws; ops in place
-//    within a region, see Note [Writes in a region]; the functions below, which the program calls;
+//    in a region, see Note [Writes in a region]; the functions below, which the program calls;
 //    custom functions that write in place;
 //  - if casts belong to one autograd graph or capture and to no other: EmptyCastCache, at both
 //    ends.
@@ -69,7 +69,7 @@ class EmptyCastCache {
 /// How long casts of weights to 16 bits are cached (AutocastOptions::cache).
 ///
 /// `none` and `libtorch` are torch.autocast's `cache_enabled`. LibTorch's cache identifies a weight
-/// by its tensor object alone, and holds one cast of the weight, within one autograd graph.
+/// by its tensor object alone, and holds one cast of the weight, in one autograd graph.
 /// `region`, `window` and `kept` are torchamp's own cache, which casts a weight again after the
 /// weight has changed: see torchamp/weight_cache.h. `window` and `kept` need that header. Without
 /// it `region` is the same as `libtorch`.

@@ -32,7 +32,7 @@ enum class CpuProducts : std::uint8_t {
 ///
 /// The first enabled guard for a CPU in 16 bits decides. If the products are computed in fp32, the
 /// guard registers kernels for the CPU with LibTorch's dispatcher. From then on, backward passes
-/// and code without guards use these kernels, too. If another library has replaced an op's CPU
+/// and code without guards also use these kernels. If another library has replaced an op's CPU
 /// kernel, that kernel stays. A process without such a guard keeps LibTorch's kernels. Any thread;
 /// never synchronises.
 void set_cpu_products(CpuProducts products);

@@ -144,7 +144,7 @@ class GradScaler {
   /// Unscales the gradients, unless unscale_ has done so, and calls `optimizer.step()` if all
   /// gradients are finite. Call it once per optimizer between two calls of update(). An optimizer
   /// without any gradient is not stepped: one warning names the parameters and the reasons, and so
-  /// does the result. If `optimizer.step()` throws, step() may be called again. Within a region,
+  /// does the result. If `optimizer.step()` throws, step() may be called again. In a region,
   /// later ops use the new weights.
   ///
   /// Errors: LBFGS, which needs a closure (step() in closure_step.h). A gradient that unscale_ or
@@ -226,7 +226,7 @@ class GradScaler {
 
   /// For torch::save(scaler, path): writes the state, including the state of options beyond
   /// torch.amp's. Save after update(). Errors: a call between unscale_() or step() and update(); a
-  /// call within a window of an Accumulation, whose gradients would be lost. The effects of scale()
+  /// call in a window of an Accumulation, whose gradients would be lost. The effects of scale()
   /// and backward() are not saved. Needs torchamp/torchamp.h.
   template <class AnyScaler = GradScaler>
   void save(torch::serialize::OutputArchive& archive) const {

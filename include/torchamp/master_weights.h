@@ -156,9 +156,9 @@ struct MasterWeightsOptions {
 /// With `.storage = MasterStorage::split` (bf16 only) the model's weight is the upper half of its
 /// master, rounded (ties away from zero), and the lower 16 bits are stored separately. parameters()
 /// returns the model's weights; take_gradients() makes their gradients fp32. A fused optimizer
-/// steps both halves, in chunks of bounded size. For the same gradients the results are those of
-/// full masters; the optimizer's state is fp32. copy_to_model() is not needed. A model that is
-/// cloned, moved or cast later has rounded weights and no masters.
+/// steps both halves, in chunks of bounded size. For the same gradients the results equal the
+/// results with full masters; the optimizer's state is fp32. copy_to_model() is not needed. A model
+/// that is cloned, moved or cast later has rounded weights and no masters.
 ///
 /// Split masters allow only fused optimizers. With any other optimizer, GradScaler::step and
 /// unscale_ throw; without a scaler, copy_to_model() or the next take_gradients() throws. Writing

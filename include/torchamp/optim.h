@@ -190,7 +190,7 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep, public deta
   /// skipped. The program may change the states: the next step starts from them.
   ///
   /// state() of a torch::optim::Optimizer& returns the states without updating the step counts. The
-  /// program may change them there, too; the optimizer reads back a count only if the count, or the
+  /// program may also change them there; the optimizer reads back a count only if the count, or the
   /// whole state, was changed.
   detail::ParamStates& state();
   /// The same, read-only.

@@ -82,7 +82,7 @@ inline RngState rng_state_to_keep() {
 struct CheckpointOptions {
   /// Whether the recomputation uses the forward's random state: the states of LibTorch's default
   /// generators of the CPU and of all devices in use. Dropout then drops the same elements. Costs a
-  /// few microseconds; pass false if the function draws no random numbers. True is an error within
+  /// few microseconds; pass false if the function draws no random numbers. True is an error in
   /// a CudaGraph, and while any other CUDA graph is captured.
   bool preserve_rng_state = true;
 
@@ -109,7 +109,7 @@ struct CheckpointOptions {
 /// order of the sum may differ.
 ///
 /// Captured parameters and tensors also get gradients, even if no input requires grad. This holds
-/// for torch::autograd::grad and with create_graph, too (second derivatives may differ by 16-bit
+/// even for torch::autograd::grad and with create_graph (second derivatives may differ by 16-bit
 /// rounding). Calls nest. With grad mode off this is a plain call. Never synchronises.
 ///
 /// Inputs and outputs are tensors, other values, and vectors, arrays, tuples, pairs, maps and

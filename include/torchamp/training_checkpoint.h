@@ -68,8 +68,8 @@ class TrainingCheckpoint {
   /// An optimizer's options are also loaded. LibTorch writes the options of Adam and AdamW alike,
   /// so an AdamW also loads the options of an Adam.
   ///
-  /// Learning rates are stored with the optimizer. If you add a scheduler, add its optimizer, too:
-  /// otherwise save() and load() throw (unless one of your own objects may contain the optimizer).
+  /// Learning rates are stored with the optimizer. If you add a scheduler, also add its optimizer.
+  /// Otherwise save() and load() throw (unless another added object may contain it).
   /// For a StepLR, or an LRScheduler& to one, only the number of steps is saved; interval and
   /// factor come from the program. Your own scheduler, derived from LRScheduler, saves its state in
   /// save and load, including step_count_. ReduceLROnPlateauScheduler has private state and cannot
@@ -113,9 +113,9 @@ class TrainingCheckpoint {
   /// are read into host memory. Filled tensors and states of optimizers then move to their devices;
   /// other tensors, which an object's own load() reads, stay on the host.
   ///
-  /// You may call it within an iteration, for example after an exception: the scalers then clear
+  /// You may call it in an iteration, for example after an exception: the scalers then clear
   /// their records of the added optimizers, like discard(). Clear the gradients, which belong to
-  /// the old weights. Error: a call within a window of an Accumulation. Within a region, later ops
+  /// the old weights. Error: a call in a window of an Accumulation. In a region, later ops
   /// use the new weights.
   ///
   /// If the file is damaged or does not fit the added objects, it throws and changes nothing. If a
@@ -123,7 +123,7 @@ class TrainingCheckpoint {
   /// in the file that were not added are ignored, for example an optimizer in a program that only
   /// evaluates. Any changed byte is detected: the file ends with a checksum, see Note [The file of
   /// a TrainingCheckpoint]. The file is read twice, first to check it. If a device's memory runs
-  /// out, nothing changes, except objects of your own types whose load() fails halfway.
+  /// out, nothing changes, except objects of your types whose load() fails halfway.
   /// Synchronises.
   [[nodiscard]] bool load() { return load(0, 1); }
 

@@ -265,7 +265,7 @@ class TrainingStep {
 
   /// Writes a TrainingCheckpoint (torchamp/training_checkpoint.h) of model or masters, optimizer,
   /// scaler, scheduler, the number of steps and random states. With a group all processes call it,
-  /// for one file. Error: a call within a window.
+  /// for one file. Error: a call in a window.
   template <class Checkpoint = TrainingCheckpoint>
   void save(const std::string& path) {
     const detail::OneCaller::Call call(caller_, "TrainingStep::save");
@@ -273,7 +273,7 @@ class TrainingStep {
     group_ ? group_->save(checkpoint) : checkpoint.save();
   }
   /// Resumes from such a file. Returns false if there is no file: check the path. See
-  /// TrainingCheckpoint::load. Errors: a call within a window; a scheduler in the file but not
+  /// TrainingCheckpoint::load. Errors: a call in a window; a scheduler in the file but not
   /// here, or here but not in the file.
   template <class Checkpoint = TrainingCheckpoint>
   [[nodiscard]] bool load(const std::string& path) {
@@ -283,7 +283,7 @@ class TrainingStep {
   }
   /// Adds the same objects to your own checkpoint, as "model", "optimizer", "scaler", "scheduler"
   /// and "steps"; further optimizers and schedulers are "optimizer2", "scheduler2", …
-  /// `checkpoint.add("train", train)` adds them as "train.model" and so on. Within a window the
+  /// `checkpoint.add("train", train)` adds them as "train.model" and so on. In a window the
   /// checkpoint's save() and load() are errors.
   template <class Checkpoint>
   void add_to(Checkpoint& checkpoint) {

@@ -47,7 +47,7 @@
 ///
 /// Casts of destroyed weights are freed at the end of the next outermost guard, by the next step of
 /// a GradScaler or of a fused optimizer, by weight_cache_stats() and by clear_weight_cache().
-/// Within a region they are freed as soon as they may be half of the stored casts.
+/// In a region they are freed as soon as they may be half of the stored casts.
 
 namespace torchamp::detail {
 

@@ -233,10 +233,20 @@ WordList read_list(std::istream& in) {
   return list;
 }
 
+/// Whether `word` is one of the words of "tell/tells/told".
+bool is_one_of(std::string_view words, const std::string& word) {
+  for (;;) {
+    const std::size_t end = std::min(words.find('/'), words.size());
+    if (words.substr(0, end) == word) return true;
+    if (end == words.size()) return false;
+    words.remove_prefix(end + 1);
+  }
+}
+
 bool is_at(const Tokens& words, const Tokens& text, std::size_t at) {
   return at + words.size() <= text.size() &&
          std::equal(words.begin(), words.end(), text.begin() + static_cast<std::ptrdiff_t>(at),
-                    [](const Token& a, const Token& b) { return a.text == b.text; });
+                    [](const Token& a, const Token& b) { return is_one_of(a.text, b.text); });
 }
 
 // ---- The checks ---------------------------------------------------------------------------------

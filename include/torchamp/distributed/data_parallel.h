@@ -96,7 +96,7 @@ struct DistributedDataParallelOptions {
   /// The dtype in which gradients are sent. bf16 or fp16 halve the bytes of fp32 gradients; an
   /// overflow becomes an inf, for which the scaler skips the step. fp32 doubles the bytes of 16-bit
   /// gradients, and adds them in fp32 before rounding. Unset: the gradients' dtype; for the main
-  /// gradients of MasterWeights fp32. Error: `communication` is set, too.
+  /// gradients of MasterWeights fp32. Error: `communication` is also set.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 };
 
@@ -120,7 +120,7 @@ struct DistributedDataParallelOptions {
 ///
 /// Backward sends a bucket as soon as all gradients in it are computed, while it computes the
 /// others. Construction and forward are collective, see Note [Collective calls]; a forward without
-/// gradients sends nothing. Error: a call within a CudaGraph. Source: Python's
+/// gradients sends nothing. Error: a call in a CudaGraph. Source: Python's
 /// torch.nn.parallel.DistributedDataParallel (Li et al., 2020).
 template <class Model>
 class DistributedDataParallel {
@@ -159,7 +159,7 @@ class DistributedDataParallel {
   /// The process group.
   const ProcessGroupPtr& group() const { return averages_->group(); }
 
-  /// Averages gradients that backward passes within no_sync() have accumulated. Call it if a step
+  /// Averages gradients that backward passes under no_sync() have accumulated. Call it if a step
   /// comes early, before gradients are taken, unscaled or clipped. Example: in before_unscale() of
   /// an Accumulation, because its last window may be incomplete. Does nothing if the last forward
   /// with gradients was outside no_sync(). Collective; synchronises.

@@ -79,8 +79,8 @@ struct ShardedMasterWeightsOptions {
 /// copy_to_model() gathers the 16-bit weights. checkpoint() works. If backward() throws after it
 /// has begun to send, the run cannot continue: resume from a checkpoint.
 ///
-/// Sums are in fp32, in the order of the ranks. So the weights are those that one process would
-/// compute from the same gradients. They are bitwise identical if the optimizer's kernel treats all
+/// Sums are in fp32, in the order of the ranks. So one process would compute the same weights from
+/// the same gradients. They are bitwise identical if the optimizer's kernel treats all
 /// elements alike. ATen's CPU kernels may not: they process the last elements of a tensor, or of a
 /// thread's part, without vector instructions. These elements are others in a shard than in the
 /// whole weight, and may differ by a rounding in each step. On a CPU gradients are the same only
@@ -89,7 +89,7 @@ struct ShardedMasterWeightsOptions {
 ///
 /// save_together() of a TrainingCheckpoint with masters and optimizer gathers both. Its file holds
 /// whole weights and states: load_shared() reads it on any number of processes, and a program with
-/// MasterWeights reads it, too. For other files, see gather().
+/// MasterWeights also reads it. For other files, see gather().
 ///
 /// Optimizers must treat each element independently: the fused optimizers except FusedMuon, and
 /// LibTorch's Adam, AdamW, SGD, RMSprop and Adagrad. With any other optimizer GradScaler::step and
@@ -97,7 +97,7 @@ struct ShardedMasterWeightsOptions {
 ///
 /// Construction, backward(), clipping, the scaler's step and copy_to_model() are collective: all
 /// processes call them equally often, see Note [Collective calls]. Buffers stay local;
-/// broadcast_module() makes them equal. Not within a CudaGraph. One thread at a time. Source: ZeRO
+/// broadcast_module() makes them equal. Not in a CudaGraph. One thread at a time. Source: ZeRO
 /// (Rajbhandari et al., 2020), stage 1.
 class ShardedMasterWeights final : public detail::MastersOfModel {
  public:
@@ -133,7 +133,7 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
   /// with MasterWeights.
   using Masters::take_gradients;
 
-  /// Sends gradients that backward passes within no_sync() have accumulated, if a step comes early.
+  /// Sends gradients that backward passes under no_sync() have accumulated, if a step comes early.
   /// An Accumulation's flush() calls it. Does nothing if there are no such gradients. Collective.
   void sync_gradients() {
     if (scatter_->any()) scatter_->send();
@@ -141,7 +141,7 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
 
   /// After the optimizer's step, taken or skipped: gathers the new weights of all processes into
   /// the model, in 16 bits, or in fp32 if they stay fp32. Collective. Error, before anything is
-  /// changed: gradients within no_sync() were not sent, so the step has not used them. Warns once
+  /// changed: gradients under no_sync() were not sent, so the step has not used them. Warns once
   /// if the program has written to the model's weights since the last call: these values are lost.
   inline void copy_to_model() override;
 

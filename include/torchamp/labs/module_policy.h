@@ -194,11 +194,11 @@ inline void ModulePolicies::hand_down(const detail::ForwardSites& sites, std::si
   }
 }
 
-/// The fits of all names. Each name is compared with the rules of its own text, which are found,
-/// and with all patterns.
+/// The fits of all names. Each name is compared with the rules of the same text, by a look-up, and
+/// with all patterns.
 inline std::vector<ModulePolicies::Fit> ModulePolicies::fit(
     const detail::ForwardSites& sites) const {
-  std::multimap<std::string, const Rule*> of_names;  // those of one name, in order
+  std::multimap<std::string, const Rule*> of_names;  // the rules of one name are in order
   std::vector<const Rule*> patterns;
   for (const Rule& rule : rules_) {
     if (detail::has_wildcard(rule.pattern)) {

@@ -163,7 +163,7 @@ class PrecisionAudit {
 
   /// Chooses the ops for 16 bits by error per saved microsecond, including casts between
   /// neighbours. Then it measures the whole choice, and reverts rules until the error is within the
-  /// budget; gradients that are not finite are never within it. See Note [How an audit chooses].
+  /// budget; gradients that are not finite exceed it. See Note [How an audit chooses].
   /// Calls the step of run() again: objects that the step refers to must still exist. If times were
   /// measured on this machine, the choice is slower than Policy::torch(), and Policy::torch() is
   /// within the budget, it returns Policy::torch().

@@ -276,7 +276,7 @@ class CastArguments {
 
   // Sets the op's dtype argument to fp32, unless the caller gave one (LibTorch's rule for
   // `fp32_set_opt_dtype`). False, with nothing set, if the arguments must be cast instead: a tensor
-  // that is never cast would be converted, too, and ops on nested tensors take no dtype.
+  // that is never cast would also be converted, and ops on nested tensors take no dtype.
   bool ask_for_fp32(const Call& call) const {
     c10::IValue& dtype = call[*dtype_position_];
     if (!dtype.isNone()) return true;
@@ -295,7 +295,7 @@ class CastArguments {
     return all_can_be_asked;
   }
 
-  /// Whether the caller asks for a result in 16 bits.
+  /// Whether the caller requests a result in 16 bits.
   bool asks_for_16_bit(const Call& call) const {
     const c10::IValue& dtype = call[*dtype_position_];
     return !dtype.isNone() && is_16_bit(dtype.toScalarType());

@@ -36,7 +36,7 @@ namespace torchamp::detail {
 // Each row of the table in order_check-inl.h describes a mistake: the event at which it is
 // detected, its condition, and the sentence of the warning. A row warns once. The first iterations
 // may be slow, so a row may examine whatever it needs; later iterations cost nothing. A mistake
-// that begins later is not reported. Within a CudaGraph, which cannot read, and in all iterations
+// that begins later is not reported. In a CudaGraph, which cannot read, and in all iterations
 // after one, nothing is checked.
 
 /// Watches the first iterations of one scaler. Not safe to use from several threads at once.
@@ -134,7 +134,7 @@ class OrderCheck {
   std::list<Handled> handled_;
   std::optional<GradientNorms> norms_;  // when the last backward had ended
 
-  // Of earlier ones, too:
+  // Of this iteration and of earlier ones:
   bool had_scale_ = false;
   std::unordered_map<const c10::TensorImpl*, Trained> trained_;
   std::list<Handled> last_handled_;

@@ -21,7 +21,7 @@
 
 namespace torchamp::detail {
 
-// Note [A step beside the scaler]
+// Note [A step without the scaler]
 // optimizer.step() in place of scaler.step(optimizer) steps with scaled gradients. The scaler has
 // no reference to such an optimizer. But the graphs of the scaled losses show which weights are
 // trained. So update() detects weights that were written although no optimizer of the scaler has
@@ -32,7 +32,7 @@ namespace torchamp::detail {
 //   weights that no earlier        such inputs of this batch
 //   iteration trained
 //   gradients that nobody clears   a teacher that averages weights, and is not detached
-//   gradients of the program's     those that a backward(inputs) has left alone
+//   gradients of the program's     gradients that a backward(inputs) has not changed
 //   copies of the scaler's weights replicas, each with a part of the batch
 //   weights of another scaler's    a critic that is clamped after the generator's scaled loss went
 //   optimizer, or of this one's    through it

@@ -150,7 +150,7 @@ inline std::vector<GradientBatch> divided(const std::vector<GradientBatch>& batc
 }
 
 /// The norm that the gradients would have if they were divided by `scale` and by `divisor`, two
-/// 0-dim tensors of which one may be undefined. As total_norm() in all else.
+/// 0-dim tensors of which one may be undefined. Otherwise like total_norm().
 inline at::Tensor total_norm_divided(const std::vector<GradientBatch>& batches, double norm_type,
                                      const at::Tensor& scale, const at::Tensor& divisor) {
   if (batches.empty() || norm_type == 0.) return total_norm(batches, norm_type);

@@ -17,7 +17,7 @@ namespace torchamp::detail {
 // torch.amp identifies an optimizer by id(), its address. In C++ an optimizer may be moved, so
 // torchamp identifies it by the address of its default options, which stays the same. If another
 // optimizer is created at that address later, its first parameter distinguishes it. If the first
-// parameter is also the same, within one iteration, the new optimizer counts as the old one.
+// parameter is also the same, in one iteration, the new optimizer counts as the old one.
 
 /// An optimizer whose class has another name in error texts.
 class NamedOptimizer {

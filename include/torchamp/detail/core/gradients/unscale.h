@@ -175,8 +175,8 @@ inline void check_unscaled(const std::vector<GradientBatch>& batches, at::Tensor
   flags.gather();
 }
 
-/// The largest magnitudes divided by `scale`. Where the kernel narrows fp64, `flag` is set for
-/// those that fp32 does not hold: quotients are to be checked as they are.
+/// The largest magnitudes divided by `scale`. If the kernel narrows fp64, it sets `flag` for
+/// magnitudes that fp32 cannot represent: check the quotients themselves.
 inline GradientBatch divided_amaxes_of(const GradientBatch& batch, const at::Tensor& scale,
                                        at::Tensor& flag) {
   GradientBatch amaxes = amaxes_of(batch);

@@ -43,7 +43,7 @@ inline void note_written(const torch::optim::Optimizer& optimizer) {
 }
 
 /// Create it before weights are written. Its destructor, even after an exception, drops LibTorch's
-/// cached casts, which would have the old values within a region, and the casts that are cached
+/// cached casts, which would have the old values in a region, and the casts that are cached
 /// until a step.
 class DropWeightCasts {
  public:

@@ -44,7 +44,7 @@ typename Kernel::LibTorch counterpart(const typename Kernel::Options& options,
     optimizer.add_param_group(torch::optim::OptimizerParamGroup(std::vector<at::Tensor>()));
     auto& added = optimizer.param_groups().back();
     // Only now: add_param_group() replaces values that are LibTorch's defaults (an lr of 1e-3, say)
-    // by those of `options`.
+    // by the values of `options`.
     added.set_options(group.options().clone());
     added.params() = group.params();  // which may be no leaves now
   }
@@ -109,7 +109,7 @@ void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
   } catch (const std::exception& error) {
     const auto* const own = dynamic_cast<const c10::Error*>(&error);
     const std::string cause = own ? own->what_without_backtrace() : error.what();
-    // LibTorch's assertions ask the user to report a bug, but this is none.
+    // The text of LibTorch's assertions requests a bug report, but this is no bug.
     const bool tells = cause.find("INTERNAL ASSERT") == std::string::npos;
     TORCHAMP_CHECK(false, Kernel::name, "::load: the archive does not hold what ", Kernel::name,
                    " or its counterpart in LibTorch saves for such parameter groups",

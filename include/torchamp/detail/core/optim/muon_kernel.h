@@ -66,7 +66,7 @@ struct MuonKernel
   }
 
  private:
-  /// The matrices of a list, by shape and layout. Without those that have no elements.
+  /// The matrices of a list, by shape and layout, without empty matrices.
   static std::vector<StepList> batches_of(const StepList& list) {
     std::vector<StepList> batches;
     const auto as_it_is = [](const at::Tensor& tensor) { return tensor; };
@@ -92,7 +92,7 @@ struct MuonKernel
     const at::Tensor update =
         o.nesterov() ? step.grads.lerp_(step.state[0], o.momentum()) : step.state[0];
     const at::Tensor& param = batch.params.front();
-    // The matrices in the layout of the parameters, which the flat tensor has, too.
+    // The matrices in the layout of the parameters and of the flat tensor.
     std::vector<int64_t> sizes = param.sizes().vec(), strides = param.strides().vec();
     sizes.insert(sizes.begin(), static_cast<int64_t>(batch.params.size()));
     strides.insert(strides.begin(), param.numel());

@@ -144,7 +144,7 @@ class StepPlan {
   /// Makes captured steps of this plan invalid: identity() expires.
   void outdate_captures() { identity_ = std::make_shared<char>(); }
 
-  /// Makes the steps read their learning rates from the device and writes there those that changed.
+  /// Makes the steps read their learning rates from the device, and writes changed rates there.
   void write_rates(const ParamGroups& groups) {
     for (StepList& list : lists_) {
       const double rate = options_of<Kernel>(groups[list.group], list.group).lr();

@@ -108,7 +108,7 @@ struct WeightKeep {
   enum class Until : std::uint8_t {
     made,          ///< not at all
     region_ends,   ///< the outermost guard's end
-    weights_step,  ///< the next step of any optimizer that the library sees
+    weights_step,  ///< the next step of any optimizer that the library observes
     told,          ///< until the program drops it, or the weight is gone
   };
   Until until = Until::made;

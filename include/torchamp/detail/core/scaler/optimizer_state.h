@@ -47,7 +47,7 @@ struct OptimizerState {
   enum class Agreement {
     none,     ///< gradients of this process
     reached,  ///< gradients of all processes; a recheck begins anew
-    binding,  ///< like reached, also for a step that is tried again
+    binding,  ///< like reached, even for a step that is tried again
   };
   Stage stage = Stage::ready;
   ReadOnce<bool> found_inf{};  ///< 0 or 1; undefined while ready
@@ -65,7 +65,7 @@ enum class Call { unscale, clip, step };
 
 /// A call that an optimizer's stage does not allow, and its error. All other calls are allowed.
 struct ForbiddenCall {
-  bool in_closure;  ///< within the closure of the optimizer's step, at any stage
+  bool in_closure;  ///< in the closure of the optimizer's step, at any stage
   OptimizerState::Stage stage;
   Call call;
   const char* error;

@@ -24,7 +24,7 @@ struct ScaleMemory {
 template <class Number>
 struct ScaleMemoryRow {
   enum class Kind {
-    state,  ///< torch.amp has it, too: part of GradScalerState
+    state,  ///< torch.amp also has it: part of GradScalerState
     count,  ///< torchamp's own, a whole number that is not negative
   };
   const char* name;  ///< in archives

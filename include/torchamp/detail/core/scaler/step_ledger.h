@@ -51,7 +51,7 @@ class ScaleUse {
   void note_scaled() {
     ++times_;
     scaled_ = true;
-    if (GraphBody::is_running()) read_for_good_ = true;  // a replay scales, too
+    if (GraphBody::is_running()) read_for_good_ = true;  // each replay also scales
   }
   bool was_scaled() const { return scaled_; }
   /// How often the scaler has scaled, in all iterations.
@@ -199,7 +199,7 @@ class StepLedger {
   }
 
  private:
-  /// Calls `f(check)` in a scaler's first iterations. Not within a CudaGraph, nor after it.
+  /// Calls `f(check)` in a scaler's first iterations. Not in a CudaGraph, nor after it.
   template <class F>
   void with_check(const F& f) const {
     const std::scoped_lock lock(backward->mutex);
