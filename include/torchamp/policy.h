@@ -38,12 +38,12 @@ namespace TORCHAMP_NAMESPACE {
 class Policy {
  public:
   /// fp16 (or bf16) for matmul, conv and linear ops; fp32 for additions, reductions, sums over
-  /// indices and windows (see Note [Sums in 16 bits]) and binary_cross_entropy (see Note [Binary
-  /// cross entropy]). Other ops keep LibTorch's own kernels. If a device lacks a kernel for an op
-  /// on LibTorch's CUDA lists, the op has the rule of that list. Calls that LibTorch would reject
-  /// for their dtypes are cast, see Note [What LibTorch refuses]; other in-place and out= forms are
-  /// unchanged. If autograd adds gradients, the sum keeps their dtype: see Note [Sums of
-  /// gradients].
+  /// indices and windows (see Note [Sums in 16 bits]) and binary_cross_entropy (see
+  /// Note [Binary cross entropy]). Other ops keep LibTorch's own kernels. If a device lacks a
+  /// kernel for an op on LibTorch's CUDA lists, the op has the rule of that list. Calls that
+  /// LibTorch would reject for their dtypes are cast, see Note [What LibTorch refuses]; other
+  /// in-place and out= forms are unchanged. If autograd adds gradients, the sum keeps their dtype:
+  /// see Note [Sums of gradients].
   static Policy standard();
 
   /// LibTorch's own lists for each device, exactly.
@@ -51,8 +51,8 @@ class Policy {
 
   /// Sets the rule of the named ops, always or if `when` holds. A name without overload means all
   /// overloads; with a rule that casts, all overloads that can be cast. Running statistics of norms
-  /// keep their precision, because a cast never narrows them: see Note [Casts of running
-  /// statistics].
+  /// keep their precision, because a cast never narrows them: see
+  /// Note [Casts of running statistics].
   ///
   /// Errors, which leave the policy unchanged and name the edit (`Policy::fp32`): an op that
   /// LibTorch does not have (the error suggests the nearest name); for a rule that casts, an op

@@ -121,10 +121,10 @@ class TrainingCheckpoint {
   /// If the file is damaged or does not fit the added objects, it throws and changes nothing. If a
   /// model in the file has more weights than the model here, the file does not fit. Whole objects
   /// in the file that were not added are ignored, for example an optimizer in a program that only
-  /// evaluates. Any changed byte is detected: the file ends with a checksum, see Note [The file of
-  /// a TrainingCheckpoint]. The file is read twice, first to check it. If a device's memory runs
-  /// out, nothing changes, except objects of your types whose load() fails halfway.
-  /// Synchronises.
+  /// evaluates. Any changed byte is detected: the file ends with a checksum, see
+  /// Note [The file of a TrainingCheckpoint]. The file is read twice, first to check it. If a
+  /// device's memory runs out, nothing changes, except objects of your types whose load() fails
+  /// halfway. Synchronises.
   [[nodiscard]] bool load() { return load(0, 1); }
 
   /// Returns this process's own part, as bytes, for save() below. If ShardedMasterWeights or an

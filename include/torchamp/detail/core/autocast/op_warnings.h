@@ -15,8 +15,8 @@
 
 namespace torchamp::detail {
 
-/// A part of LibTorch's warning that the weights of a recurrent layer are scattered: see Note
-/// [Recurrent layers].
+/// A part of LibTorch's warning that the weights of a recurrent layer are scattered: see
+/// Note [Recurrent layers].
 inline constexpr const char* scattered_weights = "not part of single contiguous chunk";
 
 // Note [Binary cross entropy]

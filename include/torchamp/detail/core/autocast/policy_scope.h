@@ -72,8 +72,8 @@ struct PolicyInSlot {
   std::shared_ptr<c10::ThreadLocalDebugInfo> node;
 };
 
-/// Puts a ThreadPolicy into the calling thread's slot, and removes it at the end: see Note [A
-/// thread's slots].
+/// Puts a ThreadPolicy into the calling thread's slot, and removes it at the end: see
+/// Note [A thread's slots].
 class PolicyScope {
  public:
   /// Null: the slot is unchanged.

@@ -31,9 +31,9 @@ namespace torchamp::detail {
 // Note [The kernel that unscales]
 // ATen's _amp_foreach_non_finite_check_and_unscale_ multiplies all gradients of a dtype by an fp32
 // factor and detects infs and NaNs, in one pass. But not every device has it, CUDA's kernel takes
-// no bf16 (pytorch issue 127176), and MPS's kernel zeroed 16-bit gradients: see Note [MPS's
-// kernels]. _foreach_mul_ is no replacement: it would round the factor to 16 bits and launch a
-// kernel for each gradient. So in these cases 16-bit gradients go through fp32 copies.
+// no bf16 (pytorch issue 127176), and MPS's kernel zeroed 16-bit gradients: see
+// Note [MPS's kernels]. _foreach_mul_ is no replacement: it would round the factor to 16 bits and
+// launch a kernel for each gradient. So in these cases 16-bit gradients go through fp32 copies.
 //
 // If nothing must be multiplied, a GPU should only read, because memory limits its speed: there the
 // kernel checks the gradients' largest values. A CPU computes norms faster. If the norm of a large

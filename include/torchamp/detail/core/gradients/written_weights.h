@@ -17,8 +17,8 @@ namespace torchamp::detail {
 /// The function that takes reports of written weights; null if nothing stores casts of weights. The
 /// function may be in another shared library, of another version. So its address is the default
 /// value of the first argument of an op, which is found by its name. derived_weights() in
-/// extras/weights/derived.h defines that op, which exists until the process ends: see Note [Weights
-/// that are written].
+/// extras/weights/derived.h defines that op, which exists until the process ends: see
+/// Note [Weights that are written].
 inline WeightsWritten find_weights_written() {
   static const c10::OperatorName name(weights_written_op, "");
   const auto found = c10::Dispatcher::singleton().findSchema(name);

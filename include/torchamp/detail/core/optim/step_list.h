@@ -66,8 +66,8 @@ struct StepList : StepListHead {
 /// Kernel::step with the options of a group, for code that is the same for all kernels.
 using KernelStep = c10::function_ref<void(const StepList&, const StepScalars&)>;
 
-/// How fused optimizers step weights if they do not step the tensors themselves; see Note [Weights
-/// that carry something]. Weights with a method have their own lists.
+/// How fused optimizers step weights if they do not step the tensors themselves; see
+/// Note [Weights that carry something]. Weights with a method have their own lists.
 class StepMethod : public AnyStepMethod {
  public:
   StepMethod() = default;

@@ -99,9 +99,9 @@ struct DeviceAutocastState {
 // Note [Weights that are kept]
 // LibTorch caches casts of weights for a region. Other caches are extras: casts (weight_cache.h)
 // and other forms of weights are in a store of the process (detail/extras/weights/derived.h). The
-// core reports events to the store through KeptWeights, and the core's own writes as in Note
-// [Weights that are written]. A WeightCasts casts weights for a region. Without these extras all
-// are null.
+// core reports events to the store through KeptWeights, and the core's own writes as in
+// Note [Weights that are written]. A WeightCasts casts weights for a region. Without these extras
+// all are null.
 
 /// How long a cast or another form of a weight is kept.
 struct WeightKeep {

@@ -100,8 +100,8 @@ inline void check_allowed(const OptimizerState& state, Call call, const char* na
   }
 }
 
-/// The states of a scaler's few optimizers, in order of appearance; see Note [Which optimizer it
-/// is].
+/// The states of a scaler's few optimizers, in order of appearance; see
+/// Note [Which optimizer it is].
 class OptimizerStates {
  public:
   struct Entry {

@@ -336,7 +336,7 @@ inline void CapturedIteration::capture(const CapturedCall& call) {
   for (const auto& state : states_) recorder_->run([&] { state->settle(); });
   const GradientList left = before_;
   // After a failure the device has executed nothing of the body: its gradients have no values, and
-  // its step was not taken, although the host has counted it.
+  // its step was not taken. Only the device has this fact, so a possible step is recorded.
   auto forget = c10::make_scope_exit([&] {
     work_.outputs = {};
     for_each_new_gradient(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What all kinds of masters of a model do alike: list its weights, save, load and keep them.
+// The common functions of all kinds of masters: list a model's weights, save, load and keep them.
 #pragma once
 
 #include <algorithm>
@@ -60,9 +60,8 @@ inline void check_narrow_dtype(const char* owner, at::ScalarType dtype, MasterSt
                     "numbers. Pass .dtype = torch::kBFloat16 with MasterStorage::split.");
 }
 
-/// Throws for a parameter that already has a master, that no optimizer can step, that cannot be
-/// split, or, if backward is to take gradients, that has the program's own hook in the place of
-/// ours.
+/// Throws for a parameter that already has a master, that no optimizer can step, or that cannot be
+/// split. With main_gradients it also throws if the program's own hook is in the place of ours.
 inline void check_may_be_master(const char* owner, const std::string& name,
                                 const at::Tensor& parameter, bool splits, bool main_gradients) {
   const auto main = main_gradient_of(parameter);
@@ -214,7 +213,7 @@ inline std::function<void()> MastersOfModel::keep() {
       }
     }
     note_copied();
-    // Masters that were ahead of the model are so again: is_copied() goes by their versions.
+    // Masters that were ahead of the model must be so again: is_copied() compares their versions.
     for (const Weight& weight : weights_) {
       if (!was_copied && weight.master.defined()) {
         weight.master.unsafeGetTensorImpl()->bump_version();

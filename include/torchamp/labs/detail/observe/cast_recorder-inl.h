@@ -82,7 +82,7 @@ struct CastCall final : RecordedCall<CastCall> {
   std::vector<CastMade> casts;
   int64_t cache_hits = 0;
   int64_t cache_misses = 0;
-  std::optional<Cast> choice;      // see Note [A choice is told once]
+  std::optional<Cast> choice;      // see Note [Reports of a choice]
   std::optional<std::string> fp8;  // under the rule fp8: empty, or why it was not followed
   std::optional<DtypeChange> origin;
 
