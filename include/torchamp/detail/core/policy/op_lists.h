@@ -148,7 +148,7 @@ inline constexpr std::string_view asked_for_dtype_ops[] = {
 
 /// Like the ops above. It returns a view of its argument, unless the argument is cast.
 inline constexpr std::string_view complex_view_ops[] = {"view_as_complex"};
-/// With an fp16 argument, its backward pass throws if softmax runs in fp32 within it.
+/// With an fp16 argument, its backward pass throws if its softmax runs in fp32.
 inline constexpr std::string_view safe_softmax_ops[] = {"_safe_softmax"};
 inline constexpr std::string_view fill_ops[] = {"masked_fill.Scalar"};
 /// In training, without an fp16 kernel on a CPU.

@@ -101,7 +101,7 @@ using RuleMap = std::map<std::string, OverloadRules, std::less<>>;
 // Note [Reports of a choice]
 // A predicate is called once for each call of its op, and only the op's autocast kernel has its
 // result. To report it to recorders (a CastRecorder, LibTorch's profiler), the kernel opens and
-// closes an empty user scope within the op. The scope's name is this text and the name of the rule.
+// closes an empty user scope in the op. The scope's name is this text and the name of the rule.
 inline constexpr std::string_view choice_scope = "torchamp rule: ";
 /// The same for the rule fp8. The reason why a call did not run in fp8 follows; nothing follows if
 /// it did.

@@ -75,7 +75,7 @@ class OpCatalog final : public c10::OpRegistrationListener {
     return std::string(best.second);
   }
 
-  // LibTorch calls these one at a time, and the first of them for all ops within make().
+  // LibTorch calls these one at a time. It calls the first of them for all ops inside make().
   void onOperatorRegistered(const c10::OperatorHandle& op) override {
     const std::scoped_lock lock(mutex_);
     ops_.emplace(op.operator_name().name, op);

@@ -64,7 +64,7 @@ inline std::shared_ptr<ThreadPolicy> copy_of(const ThreadPolicy* policy) {
 
 // Note [Who carries the policy to other threads]
 // LibTorch's ThreadLocalState carries the slot. So at::launch carries it, and autograd carries it
-// to the threads of a backward pass that begins within a region. A backward pass that begins after
+// to the threads of a backward pass that begins in a region. A backward pass that begins after
 // the guard's end has no policy: its ops run in the dtypes of the forward pass. The JIT's switch
 // (ScriptSwitch) and the cache's flag are not carried.
 
@@ -77,7 +77,7 @@ inline const ThreadPolicy* thread_policy() {
 // If a tensor was used twice, autograd adds its two gradients by `add`, and the next node accepts
 // only the gradients' dtype. A backward pass that began in a region runs in the region's state, so
 // its additions reach the policy, which cannot distinguish them from additions of a node itself.
-// But a forward pass within backward (a recomputation, a custom function) has its own scope. So
+// But a forward pass inside backward (a recomputation, a custom function) has its own scope. So
 // scopes that begin in a backward pass record its number. In the pass, but outside such scopes,
 // additions keep LibTorch's rule; so do sums of AccumulateGrad and of hooks.
 
@@ -103,7 +103,7 @@ inline bool adds_gradients(const c10::OperatorName& op) {
 }
 
 /// Whether an addition under the policy may be autograd's own sum, which keeps LibTorch's rule: the
-/// thread works for a backward pass, and no PolicyScope has set the policy within that pass. See
+/// thread works for a backward pass, and no PolicyScope has set the policy in that pass. See
 /// Note [Sums of gradients].
 inline bool leaves_sums_alone(const ThreadPolicy& policy) {
   const int pass = this_backward_pass();

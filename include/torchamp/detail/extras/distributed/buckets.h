@@ -196,7 +196,7 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
     for (const auto& [accumulator, hook] : accumulators_) accumulator->del_post_hook(hook);
   }
 
-  /// Whether the last forward was within no_sync().
+  /// Whether the last forward was under no_sync().
   std::atomic<bool> are_local = false;
 
   /// Call it when a shared_ptr holds this object: registers for gradients in backward, after hooks

@@ -182,7 +182,7 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
   std::vector<uint32_t> copied_;  // the versions of the shards whose values the model has
   bool sends_ = true;
   bool has_unsent_ =
-      false;  // a pass within no_sync() has left gradients since the last pass that sent
+      false;  // a pass under no_sync() has added gradients since the last pass that sent
 };
 
 }  // namespace torchamp::detail

@@ -24,7 +24,7 @@
 
 namespace torchamp::detail {
 
-/// Interface that records a piece of work once and repeats it. CudaGraph's tests implement it, too.
+/// Interface that records a piece of work once and repeats it. CudaGraph's tests also implement it.
 class GraphRecorder {
  public:
   virtual ~GraphRecorder() = default;

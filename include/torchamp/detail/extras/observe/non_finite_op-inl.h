@@ -204,8 +204,8 @@ class NonFiniteSearch final : public Recording<NonFiniteCall> {
       }
       if (!ignores_values(op, i) && !argument.is_out()) for_each_tensor_of(inputs[i], look);
     }
-    // The node with this number belongs to the last op that began with it on its thread, also in
-    // the backward pass, which may run a function again.
+    // The node with this number belongs to the last op that began with it on its thread. This holds
+    // in the backward pass, which may run a function again.
     if (call.seqNr() >= 0) {
       by_sequence_[{at::RecordFunction::currentThreadId(), call.seqNr()}] = {op, begun.parameters};
     }

@@ -89,7 +89,7 @@ struct RecordedOp {
   c10::OperatorHandle handle;
   std::string full_name;  // "aten::add.Tensor"
   std::string label;      // "add.Tensor", as a Policy takes it
-  bool is_conversion;     // asks for another dtype: `to` and what it calls
+  bool is_conversion;     // requests another dtype: `to` and the ops that it calls
   bool is_copy;           // into a tensor whose dtype is given
   bool computes;          // computes values: no view, and no empty tensor
   bool is_mutable;
@@ -235,7 +235,7 @@ class Recording : public Observer {
   virtual void end_op(const at::RecordFunction& call, Recorded& begun) = 0;
   virtual void begin_node(const at::RecordFunction&, Recorded&) {}
   virtual void end_node(Recorded&) {}
-  /// A report of an autocast kernel by the name of an empty scope within a call, see
+  /// A report of an autocast kernel by the name of an empty scope in a call, see
   /// Note [Reports of a choice].
   virtual void hear(std::string_view, Recorded&) {}
 
@@ -271,7 +271,7 @@ class Recording : public Observer {
     return gradients_.find(storage_of(tensor));
   }
 
-  /// Records the module for autograd nodes made in `call`, except those of inner calls.
+  /// Records the module for autograd nodes that are created in `call`, but not in inner calls.
   void name_new_nodes(const Recorded& call) {
     if (call.module.empty()) return;
     const uint64_t thread = at::RecordFunction::currentThreadId();

@@ -47,8 +47,8 @@ struct RecomputeContext {
 // resulting graph is searched once for the edges out of it: to the parameters and other tensors
 // with a history that the function uses besides its inputs. Then it is dropped, with the
 // activations, and replaced by one RecomputeNode with the edges of the inputs and those outer
-// edges. So autograd knows all dependencies of the function: inputs that do not require grad,
-// torch::autograd::grad() of a captured parameter, hooks on parameters (such as those of data
+// edges. So autograd has all dependencies of the function: inputs that do not require grad,
+// torch::autograd::grad() of a captured parameter, hooks on parameters (such as the hooks of data
 // parallelism) and nested checkpoints behave as without a checkpoint.
 //
 // Backward rebuilds the graph, redirects each edge out of it to a GradientSink, runs the engine

@@ -33,7 +33,7 @@ class UnsentGradients {
 
   /// The model's parameters to which the shards belong.
   virtual const std::vector<at::Tensor>& parameters() const = 0;
-  /// Whether there are any from passes within no_sync().
+  /// Whether there are any from passes under no_sync().
   virtual bool any() const = 0;
   /// Sends them, as the end of a backward pass outside no_sync() does. Collective.
   virtual void send() = 0;

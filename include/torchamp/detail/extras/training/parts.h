@@ -167,7 +167,7 @@ class StepGroup {
   /// Computes a loss whose backward averages the gradients, unless no_sync() is alive.
   virtual at::Tensor forward(const std::function<at::Tensor()>& loss) = 0;
   virtual std::shared_ptr<void> no_sync() = 0;
-  /// Averages gradients of passes within no_sync().
+  /// Averages gradients of passes under no_sync().
   virtual void sync_gradients() = 0;
   /// The group itself, if it is of that type.
   virtual const void* find(const std::type_info& type) const = 0;
@@ -239,7 +239,7 @@ class ModelBefore {
 /// the group.
 struct MastersOption {
   using OfModel = std::shared_ptr<torch::nn::Module>;
-  /// And what is asked of the options before.
+  /// Creates the masters. Its members are needed before that.
   struct Maker : std::function<std::unique_ptr<Masters>(const OfModel&, StepGroup*)> {
     at::ScalarType dtype = at::kHalf;
     bool needs_group = false;
@@ -278,7 +278,7 @@ struct MastersOption {
 /// Options of a graph, which name it: CudaGraphOptions.
 struct CaptureOption {
   using Body = std::function<BodyResult(const Tensors&)>;
-  /// And what is asked of the options before.
+  /// Creates the graph. Its member is needed before that.
   struct Maker : std::function<StepCapture(const OptimizerPointers&, const Model&, Body)> {
     bool when_possible = false;
   };

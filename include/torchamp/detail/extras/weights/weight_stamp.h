@@ -40,7 +40,8 @@ inline bool has_part_of_memory(const at::Tensor& weight) {
          owner.storage().nbytes() > static_cast<std::size_t>(elements) * owner.itemsize();
 }
 
-/// Whether the tensor has a tangent, for forward-mode derivatives: then its cast has one, too.
+/// Whether the tensor has a tangent, for forward-mode derivatives. Then its cast also has a
+/// tangent.
 inline bool has_tangent(const at::TensorBase& tensor) {
   return tensor._fw_grad(/*level=*/0).defined();
 }
@@ -66,7 +67,7 @@ bool stream_is_captured(const at::Tensor& weight) {
   return false;  // before LibTorch 2.12 only a CudaGraph is detected
 }
 
-// Note [What tells that a weight has changed]
+// Note [How a changed weight is detected]
 // LibTorch counts writes by ops in a version counter, which a tensor shares with its views and
 // which has no identity. So a weight is identified by the tensor that owns the counter, and by its
 // memory: set_data() and Module::to() give the same tensor other memory. A stamp holds a weak

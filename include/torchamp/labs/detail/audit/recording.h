@@ -72,10 +72,10 @@ struct HookOfLeaf {
 
 // Note [What an audit measures]
 // LibTorch reports every call through its dispatcher to an observer, see
-// Note [What a cast recording sees]. An audit examines the outermost calls of the forward pass that
-// a policy can cast, which are those that a policy's rule affects. After each, it repeats the call
-// twice, with all arguments in fp32 and in 16 bits as an autocast kernel would cast them, on copies
-// outside the program's graph. A hook on the program's own result receives its gradient.
+// Note [Calls that a cast recording counts]. An audit examines the outermost calls of the forward
+// pass that a policy can cast, which are those that a policy's rule affects. After each, it repeats
+// the call twice, with all arguments in fp32 and in 16 bits as an autocast kernel would cast them,
+// on copies outside the program's graph. A hook on the program's own result receives its gradient.
 //
 // The step runs with all guards off, so arguments and gradients are in fp32, and an op's error is
 // its own and not inherited. Of activations that backward recomputes (checkpoint()) the second

@@ -29,7 +29,7 @@
 
 namespace torchamp::detail {
 
-// Note [What a cast recording sees]
+// Note [Calls that a cast recording counts]
 // LibTorch reports every call through its dispatcher to a recording, with arguments and results;
 // calls made by an op are nested in it. A redispatch is not a call: a kernel of autograd, or of
 // torchamp, is part of the op. LibTorch's own autocast kernels call their op again, nested
@@ -164,7 +164,7 @@ class CastRecording final : public Recording<CastCall> {
   }
 
   /// Whether autocast made the conversion `cast` for `op`, which called it: see
-  /// Note [What a cast recording sees].
+  /// Note [Calls that a cast recording counts].
   static bool is_autocasts(const CastCall& cast, const CastCall& op) {
     const CastCall::Argument& from = cast.arguments.front();
     if (!cast.comes_first || !at::autocast::is_autocast_available(from.device)) return false;
