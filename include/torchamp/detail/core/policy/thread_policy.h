@@ -34,8 +34,7 @@ struct GuardOverride {
 };
 
 /// The data that a guard puts into the thread's slot. Immutable: LibTorch shares it with other
-/// threads. A guard may reuse the data of the previous guard. So RegionState::is_in() compares each
-/// member, or SparePolicy::keep() does not store data in which the member is set.
+/// threads.
 struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<ThreadPolicy> {
   C10_NOINLINE ~ThreadPolicy() override = default;
   std::shared_ptr<const PolicyData> inherited;  // for a nested guard without a policy
