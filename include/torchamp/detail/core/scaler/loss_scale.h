@@ -261,8 +261,7 @@ class LossScale {
   /// scale_on_host() if the scale is fixed.
   void leave_host() {
     if (on_device_) return;
-    const c10::InferenceMode no_inference(
-        false);  // tensors made in inference mode do not allow later writes
+    const c10::InferenceMode no_inference(false);  // its tensors do not allow later writes
     skips_.fill_(host_.skips);
     if (is_torch_update(options_)) {
       on_device_ = std::make_unique<TorchUpdate>(host_, scale_);
