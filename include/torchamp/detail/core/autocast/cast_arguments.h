@@ -334,8 +334,7 @@ class CastArguments {
   Positions statistics_;         // of running statistics; not in positions_
   Positions beside_statistics_;  // of their weight and bias; not in positions_
   std::optional<std::size_t> dtype_position_;
-  std::optional<std::size_t>
-      training_position_;  // of the argument that switches updates of statistics
+  std::optional<std::size_t> training_position_;  // of the switch for updates of statistics
   std::optional<std::size_t> written_position_;
   std::optional<std::size_t> unit_weight_position_;  // of instance_norm's weight
   std::optional<std::size_t> sum_position_;          // of `accumulate` or `reduce`

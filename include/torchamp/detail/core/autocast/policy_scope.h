@@ -65,21 +65,12 @@ class Nesting {
 // node. So a scope ends by restoring the node that was uppermost at its begin. Saved states and
 // other threads may refer to our node, and to the policy in it, for as long as they need.
 
-/// A policy, and a node that holds it, without a node below. Both are set or both are null. Both
-/// are immutable, so others may refer to them.
-struct PolicyInSlot {
-  std::shared_ptr<const ThreadPolicy> policy;
-  std::shared_ptr<c10::ThreadLocalDebugInfo> node;
-};
-
 /// Puts a ThreadPolicy into the calling thread's slot, and removes it at the end: see
 /// Note [A thread's slots].
 class PolicyScope {
  public:
   /// Null: the slot is unchanged.
   explicit PolicyScope(std::shared_ptr<const ThreadPolicy> policy);
-  /// Pushes the node that SparePolicy::find() has returned on this thread.
-  explicit PolicyScope(PolicyInSlot&& spare);
   PolicyScope(const PolicyScope&) = delete;
   PolicyScope& operator=(const PolicyScope&) = delete;
   ~PolicyScope();
@@ -91,18 +82,11 @@ class PolicyScope {
 
  private:
   bool is_on_its_thread() const { return thread_ == std::this_thread::get_id(); }
-  /// Whether `node` is the node that this scope has pushed. If the program has restored an older
-  /// state, our node is destroyed, with its reference to the policy, and another node may have its
-  /// address. (If something else shares the policy, this check is not certain.)
-  bool is_ours(const c10::ThreadLocalDebugInfo* node) const {
-    return node == ours_ && policy_.use_count() > 1;
-  }
   void end() noexcept;
   void end_below_others();
 
-  std::shared_ptr<const ThreadPolicy> policy_;
   std::shared_ptr<c10::ThreadLocalDebugInfo> before_;  // the thread's uppermost node before ours
-  const c10::ThreadLocalDebugInfo* ours_ = nullptr;    // null: nothing was pushed, or it has ended
+  std::shared_ptr<c10::ThreadLocalDebugInfo> ours_;    // null: nothing was pushed, or it has ended
   bool scripts_outside_ = true;                        // see ScriptSwitch
   std::thread::id thread_ = std::this_thread::get_id();
 };

@@ -79,7 +79,6 @@ class OrderCheck {
 
   /// Whether this iteration is checked.
   bool is_looking() const { return iterations_left_ > 0 && !GraphBody::is_running(); }
-  void stop() { iterations_left_ = 0; }
 
  private:
   /// A weight of the scaled losses, at the end of their last backward.

@@ -34,8 +34,7 @@ struct GuardOverride {
 };
 
 /// The data that a guard puts into the thread's slot. Immutable: LibTorch shares it with other
-/// threads. A guard may reuse the data of the previous guard. So RegionState::is_in() compares each
-/// member, or SparePolicy::keep() does not store data in which the member is set.
+/// threads.
 struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<ThreadPolicy> {
   C10_NOINLINE ~ThreadPolicy() override = default;
   std::shared_ptr<const PolicyData> inherited;  // for a nested guard without a policy
@@ -48,8 +47,7 @@ struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<Thr
   std::shared_ptr<const GuardOverride> guards;  // for inner guards; null except during a trial
   /// The backward pass in which a scope set it: see Note [Sums of gradients].
   int backward_pass = no_backward_pass;
-  std::shared_ptr<const ThreadPolicy>
-      outside;  // the original, if this is a copy for a backward pass
+  std::shared_ptr<const ThreadPolicy> outside;  // the original of a copy for a backward pass
   static constexpr int no_backward_pass = -1;
 };
 

@@ -103,7 +103,8 @@ class LossScale {
   const at::Tensor& scale() const { return scale_; }
   /// 1/scale as a 0-dim fp32 tensor on `device`, computed in fp64 as torch.amp does.
   at::Tensor inverse(at::Device device) const {
-    if (!on_device_) {
+    // Replays read the tensor, which an update() outside of the graph changes.
+    if (!on_device_ && replays_ == Replays::none) {
       return at::full({}, 1. / host_.scale, at::TensorOptions(device).dtype(at::kFloat));
     }
     const at::ScalarType dtype = number_type_on(scale_.device());
@@ -151,7 +152,7 @@ class LossScale {
     rest.scale = static_cast<float>(state.scale);
     rest.growth_tracker =
         static_cast<double>(std::min(state.growth_tracker, state.growth_interval - 1));
-    set(std::move(rest));
+    set(rest);
     limits_.forget();
     options_.growth_factor = state.growth_factor;
     options_.backoff_factor = state.backoff_factor;
@@ -161,7 +162,7 @@ class LossScale {
   /// Replaces all numbers by these values, which are on the host.
   void set(ScaleMemory<double> values) {
     const bool changes = values.scale != host_.scale;
-    host_ = std::move(values);  // read() takes numbers from here that the device does not store
+    host_ = values;  // read() takes numbers from here that a device does not store
     if (!on_device_) {
       if (created() && changes) scale_.fill_(host_.scale);
       return;
@@ -216,7 +217,7 @@ class LossScale {
       ScaleMemory<double> after = after_update(options_, host_, found.bad);
       met = ScaleLimits::met(options_, host_, after);
       ScaleLimits::throw_if_met(options_, met);
-      set(std::move(after));
+      set(after);
       return met;
     }
     const bool watched = ScaleLimits::watched(options_);
@@ -260,8 +261,7 @@ class LossScale {
   /// scale_on_host() if the scale is fixed.
   void leave_host() {
     if (on_device_) return;
-    const c10::InferenceMode no_inference(
-        false);  // tensors made in inference mode do not allow later writes
+    const c10::InferenceMode no_inference(false);  // its tensors do not allow later writes
     skips_.fill_(host_.skips);
     if (is_torch_update(options_)) {
       on_device_ = std::make_unique<TorchUpdate>(host_, scale_);

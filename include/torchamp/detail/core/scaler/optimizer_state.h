@@ -53,11 +53,10 @@ struct OptimizerState {
   ReadOnce<bool> found_inf{};  ///< 0 or 1; undefined while ready
   bool had_gradients = false;  ///< at least one was checked
   Agreement agreement = Agreement::none;
-  bool in_closure = false;    ///< a step with a closure is being made
-  std::size_t gradients = 0;  ///< their number when they were unscaled
-  uint64_t moved = 0;         ///< gradients_moved() then
-  std::shared_ptr<Shards>
-      shards{};  ///< the processes that must agree, if the parameters are shards
+  bool in_closure = false;           ///< a step with a closure is being made
+  std::size_t gradients = 0;         ///< their number when they were unscaled
+  uint64_t moved = 0;                ///< gradients_moved() then
+  std::shared_ptr<Shards> shards{};  ///< who must agree, if the parameters are shards
 };
 
 /// The calls that depend on an optimizer's stage in the iteration.

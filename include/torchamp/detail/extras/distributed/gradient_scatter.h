@@ -181,8 +181,7 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
   std::vector<at::Tensor> shards_;
   std::vector<uint32_t> copied_;  // the versions of the shards whose values the model has
   bool sends_ = true;
-  bool has_unsent_ =
-      false;  // a pass under no_sync() has added gradients since the last pass that sent
+  bool has_unsent_ = false;  // whether a pass under no_sync() has left gradients
 };
 
 }  // namespace torchamp::detail

@@ -258,8 +258,7 @@ inline bool CapturedIteration::warm_up() {
       call_body(/*in_capture=*/false);
     }
     access = watch.first();
-    if (warmed_up_ > 0)
-      warm_up_trace_ = trace;  // the first one may create objects that later ones use
+    if (warmed_up_ > 0) warm_up_trace_ = trace;  // the first one may create objects for all
   });
   kept_.clear();
   if (!refusal_.empty()) {

@@ -58,9 +58,8 @@ inline std::string split_needs_fused() {
 struct SplitWeight final : WeightMeta {
   at::Tensor low;  ///< int16, laid out as the weight
 
-  bool was_taken =
-      false;  ///< whether there is a gradient that no fused step has used and that was not dropped
-  uint32_t version = 0;  ///< of the weight, when both halves were written
+  bool was_taken = false;  ///< whether a gradient waits for a fused step
+  uint32_t version = 0;    ///< of the weight, when both halves were written
   /// Whether data() or detach() of the weight was called since a gradient was taken. Any thread may
   /// call.
   mutable std::atomic<bool> has_alias = false;

@@ -107,8 +107,8 @@ class Masters {
 /// Data attached to a master, by which code with only the optimizer finds the model's weight.
 struct MasterMeta final : WeightMeta {
   WeakTensor narrow;
-  std::optional<SeenTensor>
-      left;  ///< the weight's gradient, when only the master's gradient was dropped
+  /// The weight's gradient, when only the master's gradient was dropped.
+  std::optional<SeenTensor> left;
 
   void note_gradient_dropped() override {
     const at::Tensor weight = narrow.lock();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// PrecisionAudit: measures a step, and keeps, prints and reads what it has measured.
+// PrecisionAudit: measures a step, and stores, prints and reads the measurements.
 #pragma once
 
 #include <ATen/autocast_mode.h>
