@@ -285,8 +285,8 @@ class WeightsInPlace {
   std::vector<Weight> weights_;
 };
 
-/// Returns a function that restores a scaler's present state, even within an iteration. Error: a
-/// call within a window of accumulation, whose gradients would belong to other weights than later
+/// Returns a function that restores a scaler's present state, even in an iteration. Error: a call
+/// in a window of accumulation, whose gradients would belong to other weights than later
 /// gradients.
 inline std::function<void()> keep_scaler(GradScaler& scaler) {
   for (const auto& weak : ScalerParts::ledger(scaler).windows) {

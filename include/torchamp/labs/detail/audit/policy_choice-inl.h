@@ -174,7 +174,7 @@ class PolicySearch {
 
   AuditedPolicy run() {
     std::vector<Chooser::Choice> choices = chooser_.choices();
-    // Those that save something; last, nothing lowered.
+    // Choices that save something. In the last choice, nothing is lowered.
     std::erase_if(choices, [us = choices.back().us](const auto& one) { return one.us > us; });
     Candidate best = first_within_budget(choices);
     Candidate other = unmeasured(choices.back());
@@ -245,7 +245,7 @@ class PolicySearch {
     return best;
   }
 
-  /// Lowers further ops, first those that save most, as long as the whole is within the budget.
+  /// Lowers further ops, in the order of saved time, as long as the whole is within the budget.
   void extend(Candidate& best) {
     std::vector<bool> seen(best.lowered.size(), false);
     for (int tries = 12; tries > 0; --tries) {

@@ -77,7 +77,7 @@ inline void agree(const AuditedModel& audited, std::vector<AuditRow>& rows,
     text += std::to_string(edge.producer.value_or(rows.size())) + '>' +
             std::to_string(edge.consumer) + '\n';
   }
-  // 20 bits, so that sums are exact in fp32, too.
+  // 20 bits, so that sums are exact even in fp32.
   const auto own = static_cast<double>(std::hash<std::string>{}(text)&0xFFFFFU);
   double common = own;
   average_numbers(audited, {&common});

@@ -73,7 +73,7 @@ struct HookOfLeaf {
 // Note [What an audit measures]
 // LibTorch reports every call through its dispatcher to an observer, see
 // Note [Calls that a cast recording counts]. An audit examines the outermost calls of the forward
-// pass that a policy can cast, which are those that a policy's rule affects. After each, it repeats
+// pass that a policy can cast. After each, it repeats
 // the call twice, with all arguments in fp32 and in 16 bits as an autocast kernel would cast them,
 // on copies outside the program's graph. A hook on the program's own result receives its gradient.
 //

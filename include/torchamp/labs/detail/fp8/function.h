@@ -45,7 +45,7 @@ namespace torchamp::detail {
 // need no more bits, agree exactly.
 
 /// The decoded matrix without its inverse_scale, in bf16 or fp32. Exact: a block's scale is a power
-/// of two, or has 4 bits beside an element's 2.
+/// of two, or has 4 bits, and an element has 2 bits.
 inline at::Tensor decoded(const Fp8Matrix& matrix, at::ScalarType dtype) {
   if (!matrix.block_scales.defined()) return decode(matrix.codes, dtype);
   return dtype == at::kFloat ? decoded_blocks<float>(matrix)

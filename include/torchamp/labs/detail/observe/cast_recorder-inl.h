@@ -33,8 +33,8 @@ namespace torchamp::detail {
 // LibTorch reports every call through its dispatcher to a recording, with arguments and results;
 // calls made by an op are nested in it. A redispatch is not a call: a kernel of autograd, or of
 // torchamp, is part of the op. LibTorch's own autocast kernels call their op again, nested
-// in the first call. So the program's calls are those that no other op makes; each counts once, by
-// the dtype of its result.
+// in the first call. So the program's calls are the calls outside of other ops; each counts once,
+// by the dtype of its result.
 //
 // A cast is a call of aten::_to_copy that changes the dtype. It is autocast's if
 //  - it comes before any other call that its op makes,

@@ -210,7 +210,7 @@ struct UnderflowHistory {
     std::vector<std::size_t> rows{};  // indices in `rows`
     at::Tensor lost{};                // for each of these
   };
-  int64_t steps_in_all = 0;  // those that have begun
+  int64_t steps_in_all = 0;  // steps that have begun
   bool in_step = false;
   std::vector<UnderflowRow> rows;
   std::map<std::pair<std::string, bool>, std::size_t> row_index;
@@ -304,7 +304,7 @@ inline UnderflowMeter::Step::Step(const UnderflowMeter& meter, const GradScaler*
       const detail::InternalOps internal;
       const at::Tensor scale = scaler->scale_tensor();
       scale_ = scale.defined() ? scale.clone() : at::Tensor();
-      if (!scale.defined()) known_scale_ = scaler->get_scale();  // as the host then knows it
+      if (!scale.defined()) known_scale_ = scaler->get_scale();  // the scale is on the host
     }
     observation_.emplace("UnderflowMeter", recording);
     recording_ = std::move(recording);

@@ -48,7 +48,7 @@ namespace torchamp::detail {
 //
 // The casts live as long as entries of LibTorch's own cache: they are attached to an entry of that
 // cache, the cast of an empty tensor of the thread. So if the cache is cleared, they are dropped,
-// and only the thread that made them can find them. Within a capture the casts are part of the
+// and only the thread that made them can find them. In a capture the casts are part of the
 // graph.
 //
 // The graph goes from a transpose's cast directly to the weight, without the transpose. So a
