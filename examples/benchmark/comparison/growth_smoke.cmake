@@ -5,7 +5,6 @@ include(${CMAKE_CURRENT_LIST_DIR}/../../support/program_arguments.cmake)
 program_arguments(command)
 include(${CMAKE_CURRENT_LIST_DIR}/run_into.cmake)
 
-expect_png(growth.png)
 file(READ "${OUT}/report.md" report)
 set(number "[0-9.]+(e[-+]?[0-9]+)?")
 string(REGEX MATCHALL "\n\\| [a-z][^|]+ \\| ${number} \\|[^|]*\\| ${number} \\|[^|]*\\| -?${number} \\|" rows "${report}")
