@@ -8,7 +8,7 @@ include(${CMAKE_CURRENT_LIST_DIR}/TorchampMarkdown.cmake)
 
 # The Markdown pages, in order; other pages of the guide follow.
 set(_torchamp_docs_guide
-    install training-step guards scaler optimizers cuda-graphs porting custom-ops faster-models recipes troubleshooting mistakes diagnosis
+    install training-step guards caches scaler optimizers cuda-graphs porting custom-ops faster-models recipes troubleshooting mistakes diagnosis
     audit policies fp8 memory processes checkpoints labs measured contributors)
 
 # The headers' pages, in order.

@@ -227,7 +227,8 @@ function(torchamp_add_readme_test)
   add_test(NAME figures_accept COMMAND figures ${pages}/right.md)
   add_test(NAME figures_refuse COMMAND ${CMAKE_COMMAND} -DPAGES=${pages} -P ${pages}/refuse.cmake -- $<TARGET_FILE:figures>)
   add_test(NAME options_in_guide COMMAND ${CMAKE_COMMAND} -P ${PROJECT_SOURCE_DIR}/tests/readme/options.cmake)
-  set_tests_properties(figures figures_accept figures_refuse options_in_guide PROPERTIES LABELS readme)
+  add_test(NAME gallery COMMAND ${CMAKE_COMMAND} -P ${PROJECT_SOURCE_DIR}/tests/readme/gallery.cmake)
+  set_tests_properties(figures figures_accept figures_refuse options_in_guide gallery PROPERTIES LABELS readme)
 
   file(CONFIGURE OUTPUT ${folder}/bodies.cpp @ONLY CONTENT "#include \"readme/prelude.h\"
 @compiled_includes@

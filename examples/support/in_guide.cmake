@@ -1,12 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake [-DPAGE=porting] [-DSOURCE=file.cpp] -P in_guide.cmake -- PROGRAM: the program must end with exit code 0, and
+# cmake -DPAGE=porting [-DSOURCE=file.cpp] -P in_guide.cmake -- PROGRAM: the program must end with exit code 0, and
 # guide/PAGE.md must have each line of its output that does not begin with a space. SOURCE must have each line of C++ on
 # the page.
 include(${CMAKE_CURRENT_LIST_DIR}/program_arguments.cmake)
 program_arguments(command)
-if(NOT PAGE)
-  set(PAGE porting)
-endif()
 execute_process(COMMAND ${command} OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
 message("${output}")
 set(path ${CMAKE_CURRENT_LIST_DIR}/../guide/${PAGE}.md)

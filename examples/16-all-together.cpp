@@ -2,7 +2,7 @@
 // Many features on one model: two processes, each with half of the split bf16 masters and of the
 // optimizer's state; gradients accumulated in fp32; a guard, a scaler, micro-batches,
 // recomputation, clipping, and a checkpoint to resume from.
-//   torchrun --nproc-per-node 2 --no-python 26-all-together
+//   torchrun --nproc-per-node 2 --no-python 16-all-together
 #include <torch/torch.h>
 #include <torchamp/distributed/checkpoint.h>
 #include <torchamp/distributed/process_group.h>
@@ -102,9 +102,9 @@ bool same_everywhere(const torchamp::ProcessGroupPtr& group, const torch::Tensor
 }  // namespace
 
 int main(int argc, char** argv) {
-  return support::run_program("26-all-together", [&] {
-    std::string file = "26-all-together.pt";
-    support::Arguments arguments("26-all-together", "Trains with all that torchamp has.");
+  return support::run_program("16-all-together", [&] {
+    std::string file = "16-all-together.pt";
+    support::Arguments arguments("16-all-together", "Trains with all that torchamp has.");
     arguments.add("--checkpoint", "FILE", "To write, and to go on from. Default: " + file + ".",
                   file);
     if (!arguments.parse(argc, argv)) return 0;
