@@ -78,7 +78,7 @@ TEST_P(AccumulationMistakes, GradientsThatAreZeroedWithinAWindowAreToldOnce) {
     }
   }
   constexpr const char* text =
-      "written to or replaced since the last call, as by a clip, zero_grad(false)";
+      "written to or replaced since the last call, for example by a clip, zero_grad(false)";
   EXPECT_THAT(warnings.text(), HasSubstr(text));
   EXPECT_EQ(warnings.text().find(text), warnings.text().rfind(text));
 }
@@ -94,7 +94,8 @@ TEST(AccumulationMistakesOfPlainOptimizers, GradientsThatAreClippedWithinAWindow
       accumulation.backward((w * w).sum());
       torchamp::clip_grad_norm_(optimizer, max_norm);
     }
-    constexpr const char* text = "written to or replaced since the last call, as by a clip";
+    constexpr const char* text =
+        "written to or replaced since the last call, for example by a clip";
     const auto at = warnings.text().find(text);
     EXPECT_EQ(at != std::string::npos, max_norm < 1.) << "a look at the norm is none";
     EXPECT_EQ(at, warnings.text().rfind(text));

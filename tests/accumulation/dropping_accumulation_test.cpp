@@ -154,7 +154,8 @@ TEST(DroppingAccumulation, CountsDroppedMicroBatchesAndFlushesAnIncompleteWindow
   ASSERT_TRUE(rest);
   EXPECT_EQ(rest->micro_batches(), 1);
   EXPECT_EQ(w.item<float>(), -8.F) << "the mean of the kept ones, not a third";
-  EXPECT_ERROR(DroppingAccumulation(scaler, optimizer, 0), "micro_batches is 0. It is 1 or more.");
+  EXPECT_ERROR(DroppingAccumulation(scaler, optimizer, 0),
+               "micro_batches is 0. It must be 1 or more.");
 }
 
 TEST(DroppingAccumulationAfterAnError, TakesNoMoreThanAWindow) {

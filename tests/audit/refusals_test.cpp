@@ -82,9 +82,10 @@ TEST(PrecisionAudit, NamesTheLineOfAPolicyFileThatCannotBeRead) {
                "line 5: there is no rule 'fp64'");
   EXPECT_ERROR(load("policy torch\nmodule a\nmodule a\n"), "policy' has two lines 'module a'");
   EXPECT_ERROR(load("policy torch\nmodule\n"), "'module' without a name");
-  EXPECT_ERROR(load("# for b\nmodule b\nfp32: mm\n"),
-               "policy': nothing stands before the line 'module b'. The text begins with 'policy "
-               "standard' or 'policy torch', which holds for all ops.");
+  EXPECT_ERROR(
+      load("# for b\nmodule b\nfp32: mm\n"),
+      "policy': there is no policy before the line 'module b'. The text must begin with 'policy "
+      "standard' or 'policy torch', which holds for all ops.");
   EXPECT_ERROR(load("# nothing\n"), "the text is empty");
   EXPECT_ERROR(torchamp::load_policies(folder / "none"), "cannot read");
 }

@@ -81,7 +81,7 @@ TEST_P(CapturedTraining, IsCapturedAgainAfterTrainAndEvalOfAModelThatItKnows) {
 TEST_P(CapturedTraining, RefusesAModelThatIsNull) {
   Training training(GetParam());
   EXPECT_ERROR(graph_of(training, {.models = {std::shared_ptr<torch::nn::Module>()}}),
-               "one of .models is null");
+               "a pointer in .models is null");
 }
 
 TEST_P(CapturedTraining, MakesItsProductsInFp8AsEagerIterationsDo) {

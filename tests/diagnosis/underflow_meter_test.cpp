@@ -298,7 +298,7 @@ TEST(UnderflowMeter, SeesWhatAThreadWithTheCallersStateRuns) {
 
 TEST(UnderflowMeter, RefusesWhatItCannotMeter) {
   Net model;
-  EXPECT_ERROR(UnderflowMeter(*model, {.every = 0}), "every is 0. It is 1 or more");
+  EXPECT_ERROR(UnderflowMeter(*model, {.every = 0}), "every is 0. It must be 1 or more");
   UnderflowMeter meter(*model);
   {
     const auto metered = meter.step();

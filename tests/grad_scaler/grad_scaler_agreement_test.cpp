@@ -178,7 +178,8 @@ TEST(GradScalerAgreement, FailsWithoutChangingTheScaler) {
   scaler.scale(torch::ones({}));
   const at::Tensor w = parameter_with(torch::full({1}, 65536.));
   auto optimizer = sgd({w});
-  EXPECT_ERROR(scaler.step(optimizer), "agree_found_inf has left no tensor of one element");
+  EXPECT_ERROR(scaler.step(optimizer),
+               "found_inf is not a tensor of one element after agree_found_inf");
   fails = false;
   EXPECT_TRUE(scaler.step(optimizer));
   EXPECT_EQ(w.item<float>(), -1.F);

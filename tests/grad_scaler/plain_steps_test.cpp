@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Optimizers that step beside the scaler, and losses of fp64 weights, are told.
+// Optimizers that step without the scaler, and losses of fp64 weights, are told.
 #include <torchamp/grad_scaler.h>
 
 #include <gmock/gmock.h>

@@ -344,7 +344,7 @@ TEST(MasterWeights, RefuseTwoParametersInTheSameMemory) {
     weights[2].set_data(weights[0]);
     EXPECT_ERROR(MasterWeights(tied, {.dtype = at::kBFloat16, .storage = storage}),
                  "MasterWeights: the parameters '0.weight' and '1.weight' are two tensors in the "
-                 "same memory, which the cast would part. Use one tensor in both places");
+                 "same memory, which the cast would separate. Use one tensor in both places");
     EXPECT_ERROR(
         MasterWeights(tied, {.dtype = at::kBFloat16, .keep_fp32 = {"0"}, .storage = storage}),
         "are two tensors in the same memory");

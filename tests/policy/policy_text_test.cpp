@@ -178,7 +178,7 @@ TEST(PolicyText, ErrorsNameTheLineAndTheFault) {
   const auto expect = [](const std::string& text, const std::string& error) {
     EXPECT_ERROR((void)torchamp::parse_policy(text), error);
   };
-  expect("", "torchamp::parse_policy: the text is empty. It starts with 'policy standard'");
+  expect("", "torchamp::parse_policy: the text is empty. It must begin with 'policy standard'");
   expect("# nothing\n\n", "the text is empty");
   expect("fp32: mm\n", "line 1: 'fp32: mm' stands where 'policy standard' or 'policy torch' must");
   expect("policy fast\n", "line 1: 'policy fast' stands where");

@@ -119,7 +119,7 @@ TEST_P(FunctionOfATrainingStep, ThatCallsBackwardLaterInAWindowIsToldOnce) {
     loss(net).backward();  // between two calls, as another model's step does
     train([&] { return loss(net); });
   }
-  constexpr const char* text = "or a backward() beside the TrainingStep";
+  constexpr const char* text = "or a backward() outside of the TrainingStep";
   EXPECT_NE(warnings.text().find(text), std::string::npos) << warnings.text();
   EXPECT_EQ(warnings.text().find(text), warnings.text().rfind(text));
 }

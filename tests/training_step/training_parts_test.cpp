@@ -189,7 +189,7 @@ TEST(TrainingStep, RefusesMastersThatCannotBeBeforeTheModelIsCast) {
   const MasterWeightsOptions options{.dtype = at::kBFloat16};
   EXPECT_ERROR(TrainingStep(net, sgd, {.masters = options}), "Pass a function that creates it");
   EXPECT_ERROR(TrainingStep(net, fused, {.dtype = at::kHalf, .masters = options}),
-               "that of the masters' model BFloat16");
+               "the masters' dtype is BFloat16");
   EXPECT_EQ(net->first->weight.scalar_type(), at::kFloat);
 }
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake -DPAGES=FOLDER -P refuse.cmake -- FIGURES: right.md of the folder with one thing changed must fail, with a text.
+# cmake -DPAGES=FOLDER -P refuse.cmake -- FIGURES: after one change of the folder's right.md, FIGURES must fail with a
+# text.
 include(${CMAKE_CURRENT_LIST_DIR}/../../../examples/support/program_arguments.cmake)
 program_arguments(figures)
 file(READ ${PAGES}/right.md right)
