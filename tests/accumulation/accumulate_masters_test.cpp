@@ -80,7 +80,7 @@ TEST(AccumulationOfMasterWeights, AddsMicroBatchesInFp32) {
   }
 }
 
-TEST(AccumulationOfMasterWeights, AreNotTakenWhereTheyWouldStayScaled) {
+TEST(AccumulationOfMasterWeights, AreNotTakenIfTheyWouldStayScaled) {
   for (const bool others : {false, true}) {  // an fp32 parameter beside it
     Narrow narrow;
     const at::Tensor beside = zero();

@@ -23,7 +23,7 @@ namespace {
 using at::Tensor;
 using torchamp::TrainingCheckpoint;
 
-TEST(TrainingCheckpointValues, FillsAModelsWeightsWhereTheyLie) {
+TEST(TrainingCheckpointValues, FillsAModelsWeightsInPlace) {
   const TemporaryFolder folder;
   torch::nn::BatchNorm1d net(3);
   TrainingCheckpoint checkpoint(folder / "run.pt");
@@ -39,7 +39,7 @@ TEST(TrainingCheckpointValues, FillsAModelsWeightsWhereTheyLie) {
   EXPECT_TRUE(mean.is_alias_of(net->running_mean));
 }
 
-TEST(TrainingCheckpointValues, LeavesHooksWhereGradientsAreAccumulated) {
+TEST(TrainingCheckpointValues, KeepsHooksOnTheNodesThatAccumulateGradients) {
   const TemporaryFolder folder;
   torch::nn::Linear net(3, 1);
   TrainingCheckpoint checkpoint(folder / "run.pt");
@@ -159,7 +159,7 @@ TEST(TrainingCheckpointValues, BringsBackWhatFollowsABufferOfWhichManyElementsAr
   EXPECT_TRUE(at::equal(module.statistics, at::zeros({2})));
 }
 
-TEST(TrainingCheckpointValues, LeavesMastersOfSuchAModelAsTheyWere) {
+TEST(TrainingCheckpointValues, LeavesMastersOfSuchAModelUnchanged) {
   const TemporaryFolder folder;
   const auto model = std::make_shared<Unloadable>();
   const Tensor weight = model->register_parameter("weight", at::ones({2}));

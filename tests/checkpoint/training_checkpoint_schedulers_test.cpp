@@ -184,7 +184,7 @@ TEST(TrainingCheckpoint, RefusesASchedulerWithoutItsOptimizer) {
   EXPECT_NO_THROW(of_own.save());
 }
 
-TEST(TrainingCheckpoint, LeavesTheSchedulerAsItWasWhereTheFileDoesNotFit) {
+TEST(TrainingCheckpoint, LeavesTheSchedulerUnchangedIfTheFileDoesNotFit) {
   const TemporaryFolder folder;
   ScheduledRun run(folder / "run.pt", "LibTorch's");
   run.train(4);

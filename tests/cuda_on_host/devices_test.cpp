@@ -157,7 +157,7 @@ TEST_P(TwoDevices, AStepOverBothWaitsForNeither) {
 }
 
 // What the host computes with must have arrived.
-TEST(TwoDevicesHost, AStepOverTheHostAndADeviceSkipsBothWhereOneOverflows) {
+TEST(TwoDevicesHost, AStepOverTheHostAndADeviceSkipsBothIfOneOverflows) {
   stand_in_late(true);
   for (const bool host_first : {false, true}) {
     for (const at::Device of_scale : {at::Device(at::kCPU), gpu0}) {

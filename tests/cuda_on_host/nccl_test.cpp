@@ -341,7 +341,7 @@ void sum_without_1() {
   cudaDeviceSynchronize();
 }
 
-TEST_P(NcclOnHost, TheWatchdogEndsAProcessWhereAnotherHasDied) {
+TEST_P(NcclOnHost, TheWatchdogEndsAProcessIfAnotherHasDied) {
   child_role() ? sum_without_1() : expect_ends_without_1(GetParam(), /*dies=*/true, -SIGABRT);
 }
 
@@ -349,7 +349,7 @@ TEST_P(NcclOnHost, TheWatchdogEndsAProcessThatWaitsLongerThanTheTimeout) {
   child_role() ? sum_without_1() : expect_ends_without_1(GetParam(), /*dies=*/false, -SIGABRT);
 }
 
-TEST_P(NcclOnHost, AHostThatWaitsGetsAnErrorWhereAnotherHasDied) {
+TEST_P(NcclOnHost, AHostThatWaitsGetsAnErrorIfAnotherHasDied) {
   if (!child_role()) {
     return expect_ends_without_1(GetParam(), /*dies=*/true, 0, {{"TORCH_NCCL_BLOCKING_WAIT", "1"}});
   }

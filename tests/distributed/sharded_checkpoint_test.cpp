@@ -333,7 +333,7 @@ TEST_P(ShardedCheckpointOfThreads, GoesOnOnAnyNumberOfProcessesFromOneFile) {
   }
 }
 
-TEST(ShardedCheckpoint, AreAsTheyWereAfterAFileThatDoesNotFit) {
+TEST(ShardedCheckpoint, AreUnchangedAfterAFileThatDoesNotFit) {
   const TemporaryFolder folder;
   if (!child_role()) return Launch(2, folder.environment()).expect_success();
   const auto group = make_group();

@@ -110,7 +110,7 @@ TEST(ShardedMasters, AreKeptAndBroughtBackWithoutMemoryOfTheDevice) {
   }
 }
 
-TEST(ShardedMasters, LeaveTheModelInFp32AndLoadAllOrNothingWhereMemoryRunsOut) {
+TEST(ShardedMasters, LeaveTheModelInFp32AndLoadAllOrNothingIfMemoryRunsOut) {
   SKIP_WITHOUT(at::kPrivateUse1);
   if (ran_in_processes(1)) return;
   const auto group = c10::make_intrusive<StagingGroup>(make_group());

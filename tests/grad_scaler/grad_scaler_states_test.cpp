@@ -189,7 +189,7 @@ TEST(GradScalerStates, TakesNoOptimizerForOneOfOtherParametersThatWasAtItsAddres
   walk(std::type_identity<torch::optim::SGD>());
 }
 
-TEST(GradScalerStates, TellsOptimizersThatShareParametersApart) {
+TEST(GradScalerStates, DistinguishesOptimizersThatShareParameters) {
   torchamp::GradScaler scaler({.init_scale = 4.});
   scaler.scale(torch::ones({}));
   const at::Tensor w = parameter_with(torch::full({1}, 4.));

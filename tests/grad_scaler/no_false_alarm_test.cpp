@@ -339,7 +339,7 @@ TEST_P(NoFalseAlarm, AStepWithTheZerosOfABatchThatIsPassedOver) {
 }
 
 /// The second module has no gradients when it is clipped, and zeros afterwards.
-TEST_P(NoFalseAlarm, AClipOfEachModuleWhereOneIsNotUsed) {
+TEST_P(NoFalseAlarm, AClipOfEachModuleIfOneIsNotUsed) {
   auto parameters = net->parameters();
   for (const at::Tensor& parameter : other->parameters()) parameters.push_back(parameter);
   const auto both = sgd_of(parameters);
@@ -509,7 +509,7 @@ TEST_P(NoFalseAlarm, ReinforcementLearningWithTwoLosses) {
   }
 }
 
-TEST_P(NoFalseAlarm, ACriticInFp32BesideAScaledActor) {
+TEST_P(NoFalseAlarm, ACriticInFp32WithAScaledActor) {
   for (int i = 0; i < iterations; ++i) {
     optimizer->zero_grad();
     second->zero_grad();
@@ -564,7 +564,7 @@ TEST_P(NoFalseAlarm, ForcesOfAGraphNetByCreateGraph) {
   }
 }
 
-TEST_P(NoFalseAlarm, AnInferenceThreadBesideTraining) {
+TEST_P(NoFalseAlarm, AnInferenceThreadDuringTraining) {
   std::atomic<bool> ends = false;
   std::string said;
   std::thread inference([&] {

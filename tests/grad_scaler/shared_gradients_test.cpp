@@ -161,7 +161,7 @@ TEST_P(SharedGradients, AreNoneInTheNextIterationOrAfterDiscard) {
   EXPECT_TRUE(scaler.step(*of_b));
 }
 
-TEST_P(SharedGradients, AreNoneWhereTheScaleStaysAtOne) {
+TEST_P(SharedGradients, AreNoneIfTheScaleStaysAtOne) {
   GradScaler one(torchamp::GradScalerOptions::skip_non_finite());
   for (int i = 0; i < 2; ++i) {
     clear();

@@ -183,7 +183,7 @@ std::vector<Step> steps() {
   return found;
 }
 
-TEST(Contributing, DrawsTripsByFunctionsThatAreWhereItSays) {
+TEST(Contributing, DrawsPathsByFunctionsThatExistThere) {
   static const std::regex file(R"((\w+/)*[\w-]+\.h\b)");
   static const std::regex arguments(R"(\([^)]*\))");
   std::string at;

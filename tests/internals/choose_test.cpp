@@ -39,7 +39,7 @@ TEST(PrecisionAuditChooser, LowersNothingWhoseCastsCostMoreThanItSaves) {
   EXPECT_EQ(chooser.us(choices[0].lowered), 10. + 6. + 10. + 5. + 1.);
 }
 
-TEST(PrecisionAuditChooser, TakesBackFirstWhatHasMostErrorForWhatItSaves) {
+TEST(PrecisionAuditChooser, RevertsFirstTheOpWithTheLargestErrorPerSavedTime) {
   using torchamp::detail::Chooser;
   // Errors for each microsecond: 0.1, 3, 0.5, and 2 for one that has the largest error.
   const Chooser chooser({{11., 1., 1.}, {2., 1., 3.}, {3., 1., 1.}, {6., 1., 10.}}, {});

@@ -62,7 +62,7 @@ TEST(DerivedWeights, MakesWhatDoesNotChangeOnce) {
   EXPECT_EQ(doubled.store.counts().bytes, 48);
 }
 
-TEST(DerivedWeights, SeesWritesThatLibtorchCounts) {
+TEST(DerivedWeights, DetectsWritesThatLibtorchCounts) {
   Doubled doubled;
   const auto weight = leaf({3, 4});
   const torch::NoGradGuard no_grad;
@@ -78,7 +78,7 @@ TEST(DerivedWeights, SeesWritesThatLibtorchCounts) {
   EXPECT_EQ(doubled.made, 5);
 }
 
-TEST(DerivedWeights, IsToldWhatLibtorchDoesNotCount) {
+TEST(DerivedWeights, TakesReportsOfWritesThatLibtorchDoesNotCount) {
   Doubled doubled;
   const auto weight = leaf({3, 4});
   const auto other = leaf({3, 4});
@@ -96,7 +96,7 @@ TEST(DerivedWeights, IsToldWhatLibtorchDoesNotCount) {
   EXPECT_EQ(doubled.made, 5);
 }
 
-TEST(DerivedWeights, IsToldOfChangesWhileItMakesSomething) {
+TEST(DerivedWeights, TakesReportsOfChangesWhileItMakesSomething) {
   DerivedWeights store;
   const auto weight = leaf({3});
   const auto make = [&](const Tensors&) { return Tensors{weight.detach() * 2}; };
@@ -146,7 +146,7 @@ TEST(DerivedWeights, MakesAgainWhatSomebodyHasWrittenTo) {
   doubled.expect_right(weight);
 }
 
-TEST(DerivedWeights, TellsViewsOfOneWeightApart) {
+TEST(DerivedWeights, DistinguishesViewsOfOneWeight) {
   Doubled doubled;
   const auto weight = leaf({4, 4});
   const torch::NoGradGuard no_grad;
@@ -163,7 +163,7 @@ TEST(DerivedWeights, TellsViewsOfOneWeightApart) {
   EXPECT_EQ(doubled.made, 12);
 }
 
-TEST(DerivedWeights, TellsFormsAndTensorsWithOneMemoryApart) {
+TEST(DerivedWeights, DistinguishesFormsAndTensorsWithOneMemory) {
   Doubled doubled;
   const auto weight = leaf({2});
   const auto twin = weight.data();  // has a version counter of its own

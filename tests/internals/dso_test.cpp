@@ -162,7 +162,7 @@ TEST_F(SharedLibraries, RegisterOneKernelForAProductOnACpu) {
   torchamp::set_cpu_products(torchamp::CpuProducts::fastest);
 }
 
-TEST_F(SharedLibraries, HearOfEachOthersSteps) {
+TEST_F(SharedLibraries, GetReportsOfEachOthersSteps) {
   if (first_user() == "dso_plugin_other_layout") GTEST_SKIP() << "the host cannot keep anything";
   using namespace torchamp::detail;
   for (const std::string& path : {same_version, other_version, other_layout}) {

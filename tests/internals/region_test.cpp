@@ -171,7 +171,7 @@ class Regions final : public detail::KeptWeights {
   std::set<std::uint64_t> open_;
 };
 
-TEST(AutocastGuard, TheOutermostTellsWhoKeepsThingsOfWeightsOfItsBeginAndEnd) {
+TEST(AutocastGuard, TheOutermostReportsItsBeginAndEndToCachesOfWeights) {
   const Regions regions;
   for (std::uint64_t i = 1; i <= 3; ++i) {
     const AutocastGuard outermost(at::kCPU);
@@ -185,7 +185,7 @@ TEST(AutocastGuard, TheOutermostTellsWhoKeepsThingsOfWeightsOfItsBeginAndEnd) {
   EXPECT_EQ(regions.begun(), 3U);
 }
 
-TEST(AutocastGuard, DestroyedByAnotherThreadItTellsOfItsEndAllTheSame) {
+TEST(AutocastGuard, DestroyedByAnotherThreadItStillReportsItsEnd) {
   const Regions regions;
   std::optional<AutocastGuard> guard;
   std::thread([&] { guard.emplace(at::kCPU); }).join();

@@ -178,7 +178,7 @@ std::optional<Stack> arguments_of_a_norm(const c10::FunctionSchema& schema) {
   return stack;
 }
 
-TEST(UndeclaredWrites, OfTheOpsWithRunningStatisticsThoseAreAllThatIsWrittenTo) {
+TEST(UndeclaredWrites, OpsWithRunningStatisticsWriteOnlyTheStatistics) {
   const CollectedWarnings of_deprecated_ops;
   const c10::InferenceMode without_autograd;
   std::set<std::string> writers;
@@ -314,7 +314,7 @@ TEST(UndeclaredWrites, ANormWithoutStatisticsFollowsItsWeightAsWell) {
   EXPECT_EQ(dtype_of(Policy::standard().lower_precision(ops::norm), at::kFloat), at::kBFloat16);
 }
 
-TEST(UndeclaredWrites, AFailedCallLeavesTheStatisticsAsTheyWere) {
+TEST(UndeclaredWrites, AFailedCallLeavesTheStatisticsUnchanged) {
   const at::Tensor mean = at::zeros({3}, at::kBFloat16), var = at::ones({3}, at::kBFloat16);
   const AutocastGuard guard(at::kCPU, {.policy = Policy::standard().fp32(ops::norm)});
   const std::pair versions{mean._version(), var._version()};

@@ -49,7 +49,7 @@ TEST_P(ForeachStep, DividesAndSkipsAsAFusedKernelDoes) {
   }
 }
 
-TEST_P(ForeachStep, LeavesParametersAndStatesAsTheyWereWhateverTheGradientsHold) {
+TEST_P(ForeachStep, LeavesParametersAndStatesUnchangedWhateverTheGradientsHold) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     for (const int good_before : {0, 2}) {
       Pair pair(GetParam(), params(dtype));

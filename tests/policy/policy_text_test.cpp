@@ -116,7 +116,7 @@ TEST(PolicyText, WritesAUsersOwnFamilyByItsNames) {
   EXPECT_EQ(torchamp::to_text(Policy::torch().fp32(copy)), "policy torch\nfp32: ops::norm\n");
 }
 
-TEST(PolicyText, TellsAnOpOfALibraryCalledOpsFromAFamily) {
+TEST(PolicyText, DistinguishesAnOpOfALibraryCalledOpsFromAFamily) {
   static const auto library = [] {
     auto own = std::make_unique<torch::Library>(torch::Library::DEF, "ops", std::nullopt, __FILE__,
                                                 __LINE__);

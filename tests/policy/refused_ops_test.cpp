@@ -131,7 +131,7 @@ TEST(RefusedOps, AnInverseShortTimeTransformTakesA16BitWindow) {
   }
 }
 
-TEST(RefusedOps, NoisyReluIsInFp32OnlyWhereACpuHasNoKernelForIt) {
+TEST(RefusedOps, NoisyReluIsInFp32OnlyIfACpuHasNoKernelForIt) {
   const at::Tensor x = at::linspace(-1, 1, 4);
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
     const AutocastGuard guard(at::kCPU, {.dtype = dtype});

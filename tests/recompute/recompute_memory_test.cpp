@@ -196,7 +196,7 @@ TEST(CheckpointMemory, KeepsAnActivationFromWhichNoGradientComes) {
   EXPECT_TRUE(at::equal(gradient(checkpoint(function, x), w), at::ones({4})));
 }
 
-TEST(CheckpointMemory, GivesNoGradientWhereNoneArrives) {
+TEST(CheckpointMemory, GivesNoGradientIfNoneArrives) {
   const Tensor x = leaf({4});
   const Tensor y = checkpoint([](const Tensor& t) { return t.exp(); }, x);
   WithoutGradient::apply(y).sum().backward();
@@ -385,7 +385,7 @@ TEST(CheckpointMemory, TakesTheTensorsOfAListAsInputs) {
                "checkpoint: the function changed its 1. tensor input in place");
 }
 
-TEST(CheckpointMemory, LooksIntoMapsWithAnOrderOfTheirOwn) {
+TEST(CheckpointMemory, FindsTensorsInMapsWithTheirOwnOrder) {
   using Map = std::map<std::string, Tensor, std::greater<>>;
   const Tensor x = leaf({3});
   const Map result = checkpoint(

@@ -140,7 +140,7 @@ TEST(Checkpoint, SurvivesALongChain) {
   }
 }
 
-TEST(Checkpoint, LetsErrorsOutAndStateAsItWas) {
+TEST(Checkpoint, ThrowsErrorsAndLeavesStateUnchanged) {
   const Tensor x = leaf({8});
   int calls = 0;
   const int fails_at[] = {1, 2};

@@ -321,7 +321,7 @@ TEST(OutOfHostMemory, AStepByPiecesIsCountedAndMadeOnceOrNotAtAll) {
   expect_same(run(true), run(false));
 }
 
-TEST_F(OutOfMemory, KeptCastsAreThoseOfTheWeightsAllTheSame) {
+TEST_F(OutOfMemory, KeptCastsStillFitTheWeights) {
   auto net = make_net();
   net->eval();
   const Tensor x = at::randn({8, 4}).to(sim0);
