@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Mistakes around an accumulation: each is told, and what only looks like one is not.
+// Mistakes around an accumulation: each is reported. Correct programs cause no report.
 #include <torchamp/accumulate.h>
 
 #include <gmock/gmock.h>

@@ -142,7 +142,7 @@ TEST(PrecisionAudit, RunsIfAnOpHasNoDerivativeForAResultWithoutParameters) {
   EXPECT_EQ(row_of(audit, "mm", "")->error, 0.);
 }
 
-// Policy::torch(), which the audit compares with, throws where a CPU has no LSTM in bf16.
+// Policy::torch(), with which the audit compares, throws if a CPU has no LSTM in bf16.
 TEST(PrecisionAudit, ChoosesForAnLstmOnEveryCpu) {
   torch::manual_seed(0);
   nn::LSTM model(4, 3);
@@ -176,7 +176,7 @@ TEST(PrecisionAudit, PrintsWhatItsColumnsMeanAndThatNothingHasRun) {
     const std::size_t at = head.find(column);
     ASSERT_NE(at, std::string::npos) << column;
     EXPECT_NE(table.find(column, table.find("total of")), std::string::npos) << column;
-    // A number ends where the name of its column does.
+    // A number ends at the end of its column's name.
     const std::size_t end = at + std::string(column).size();
     EXPECT_NE(row[end - 1], ' ') << column << "\n" << table;
     EXPECT_EQ(row[end], ' ') << column << "\n" << table;

@@ -261,8 +261,7 @@ TEST(TorchScript, OutsideGuardsTheJitsOwnCastsStay) {
     at::autocast::set_autocast_enabled(at::kCPU, false);
     return dtypes;
   };
-  // The JIT's lists put y + y and exp(y) in fp32, where the dispatcher's CPU list leaves them in
-  // bf16.
+  // The JIT's lists put y + y and exp(y) in fp32; the dispatcher's CPU list leaves them in bf16.
   std::vector<at::ScalarType> expected;
   for (int run = 0; run < runs; ++run) {
     for (const auto dtype : {at::kBFloat16, at::kFloat, at::kBFloat16, at::kBFloat16, at::kFloat}) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Files of a TrainingCheckpoint: those of earlier versions, and damaged ones.
+// Files of a TrainingCheckpoint: files of earlier versions, and damaged files.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>

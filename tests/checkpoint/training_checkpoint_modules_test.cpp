@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Modules in a TrainingCheckpoint: what is filled where it lies, and which do not fit.
+// Modules in a TrainingCheckpoint: tensors that are filled in place, and modules that do not fit.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/variable.h>
@@ -95,7 +95,7 @@ TEST(TrainingCheckpointValues, RefusesAModelOfWhichTheFileHasFewerLayers) {
   EXPECT_TRUE(at::equal(model->parameters()[0], weight));
 }
 
-/// Saves what its state needs, by a save() of its own.
+/// Saves its state by its own save().
 struct OwnSave final : torch::nn::Module {
   Tensor weight = register_parameter("weight", at::ones({2}));
   int64_t count = 0;

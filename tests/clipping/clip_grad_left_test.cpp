@@ -34,7 +34,7 @@ struct Clipped {
                  "the gradients are not those that clip_grad_norm_ has clipped and left to the "
                  "next step");
     for (const Tensor& p : params) expect_close(p, torch::zeros_like(p));
-    EXPECT_ERROR(optimizer.step(), "Clip after the last such change");  // until told otherwise
+    EXPECT_ERROR(optimizer.step(), "Clip after the last such change");  // until it is corrected
     optimizer.take_next_step_divisor();
     EXPECT_FALSE(optimizer.next_step_divisor().defined());
     optimizer.step();

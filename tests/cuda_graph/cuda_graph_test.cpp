@@ -264,7 +264,7 @@ class Plain : public torch::optim::SGD, public torchamp::ScaledStep {
   at::Tensor step_scaled(const at::Tensor&, const at::Tensor&) override { return step(); }
 };
 
-/// A CapturedStep that counts what it is told.
+/// A CapturedStep that counts its calls.
 class Counting : public Plain, public torchamp::CapturedStep {
  public:
   using Plain::Plain;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What would make a replay silently wrong: it is captured again, or told.
+// Changes that would make a replay silently wrong: the iteration is captured again, or it warns.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>

@@ -210,7 +210,8 @@ TEST_P(NcclOnHost, TrainsAsOneProcessWithAllBatchesAndAgreesToSkip) {
     }
     EXPECT_EQ(scaler.get_scale(), 2.);
     expect_same_everywhere(group, {model->weight.cpu(), model->bias.cpu()});
-    // Each of two steps takes 0.5 of the mean gradient, which is that of the mean of all inputs.
+    // Each of two steps takes 0.5 of the mean gradient, which is the gradient of the mean of all
+    // inputs.
     const Tensor before = net()->weight.detach();
     const Tensor expected = before - 0.5 * 2. * 0.5 * (group->getSize() + 1.) / 2.;
     EXPECT_TRUE(at::allclose(model->weight.detach().to(at::kFloat).cpu(), expected.cpu(),

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A step of the comparison's models beside Python's: what the host calls and the device is given.
-// The table in examples/guide/contributors.md is what is counted here.
+// A step of the comparison's models, compared with Python's step: the host's calls and the device's
+// work. The table in examples/guide/contributors.md is what is counted here.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -25,7 +25,7 @@ namespace {
 
 struct Model {
   std::string name, title;
-  Sizes sizes;  // those of steps_python.py
+  Sizes sizes;  // the sizes of steps_python.py
   std::unique_ptr<Workload> (*make)(const Sizes&);
 };
 std::ostream& operator<<(std::ostream& out, const Model& model) {

@@ -68,7 +68,7 @@ TEST_P(Recorder, DetectsOpsInFp32BecauseOfAnInput) {
   (void)at::cat({x, y});
   (void)at::cat({x, x});
   (void)at::mse_loss(x, y);  // its rule is fp32
-  (void)(x + y);             // and so is that of additions
+  (void)(x + y);             // and so is the input of additions
   (void)at::ones_like(y).mul_(x);
   (void)x.mm(y);
   EXPECT_EQ(row_of(recorder, "mul.Tensor").calls, (Calls{{at::kFloat, 1}, {low(), 1}}));

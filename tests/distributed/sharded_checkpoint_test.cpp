@@ -212,7 +212,7 @@ TEST(ShardedCheckpoint, HoldStatesAsAnUnshardedOptimizerDoes) {
       SCOPED_TRACE(i);
       EXPECT_EQ(expected[i].empty(), i == 0);
       ASSERT_EQ(whole[i].size(), expected[i].size());
-      if (i == 0) {  // where there is a state, it is that of a beginning
+      if (i == 0) {  // if there is a state, it is an initial state
         for (const Tensor& tensor : joined[i]) EXPECT_FALSE(tensor.any().item<bool>());
         continue;
       }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The memory that sharded masters take, and what becomes of them where it runs out.
+// The memory of sharded masters, and their state after memory runs out.
 #include <gtest/gtest.h>
 
 #if __has_include(<gloo/rendezvous/store.h>)

@@ -36,7 +36,7 @@ torchamp::AutocastOptions in_fp8(Fp8Recipe recipe = Fp8Recipe::tensorwise) {
   return {.policy = found->second};
 }
 
-/// x w^T by a guard of its own, with nothing kept from before.
+/// x w^T under a separate guard, with an empty cache.
 torch::Tensor alone(Fp8Recipe recipe, const torch::Tensor& x, const torch::Tensor& w) {
   const torch::NoGradGuard no_grad;
   const AutocastGuard guard(torch::kCPU, in_fp8(recipe));

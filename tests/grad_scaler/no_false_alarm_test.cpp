@@ -105,8 +105,8 @@ TEST_P(NoFalseAlarm, AskingForTheNormOfScaledGradients) {
   }
 }
 
-/// Gradients that come from a backward pass without scale() all the same have the scale: those of a
-/// model's first half, in a pipeline by hand, and those of outputs that were scaled.
+/// Gradients from a backward pass without scale() that have the scale nevertheless: gradients of a
+/// model's first half, in a pipeline by hand, and gradients of outputs that were scaled.
 TEST_P(NoFalseAlarm, AScaledGradientThatAnotherBackwardGoesOnWith) {
   for (int i = 0; i < iterations; ++i) {
     optimizer->zero_grad();

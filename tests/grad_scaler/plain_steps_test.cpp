@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Optimizers that step beside the scaler, and losses of fp64 weights, are told.
+// Optimizers that step without the scaler, and losses of fp64 weights, are reported.
 #include <torchamp/grad_scaler.h>
 
 #include <gmock/gmock.h>
@@ -65,7 +65,7 @@ TEST(StepWithoutTheScaler, IsReportedOnceInTheFirstIterations) {
   }
 }
 
-/// A critic through which the actor's loss goes, with a loss and an optimizer of its own.
+/// A critic through which the actor's loss goes, with its own loss and optimizer.
 TEST(StepWithoutTheScaler, IsNotReportedIfTheGradientsAreTheOptimizersOwn) {
   for (const bool first : {false, true}) {
     TwoModels models;
@@ -225,8 +225,8 @@ TEST(StepWithoutTheScaler, IsReportedIfTheGradientsAreClearedWithinTheIteration)
   EXPECT_THAT(warnings.text(), HasSubstr(beside));
 }
 
-/// A critic that is clamped once the generator's loss has gone through it, with a scaler of its own
-/// or none, with updates at once or together.
+/// A critic that is clamped once the generator's loss has gone through it, with its own scaler or
+/// none, with updates at once or together.
 TEST(StepWithoutTheScaler, IsNotReportedForWeightsThatAScalerHasSteppedElsewhere) {
   for (const bool has_scaler : {false, true}) {
     for (const bool together : {false, true}) {
@@ -281,7 +281,7 @@ TEST(StepWithoutTheScaler, IsNotReportedForCopiesOfTheScalersWeights) {
   }
 }
 
-/// A temperature, say, beside a model in fp32.
+/// A temperature, for example, with a model in fp32.
 TEST(ANumberInFp64, IsNotReportedAsAModel) {
   const at::Tensor number = torch::ones({1}, torch::kDouble).requires_grad_();
   GradScaler scaler;
@@ -308,7 +308,7 @@ TEST(AModelInFp64, IsReportedOnceByAScalerOfItsLoss) {
   EXPECT_EQ(text.find(told), text.rfind(told));
 }
 
-/// A part that needs fp64, with a loss of its own.
+/// A part that needs fp64, with its own loss.
 TEST(APartInFp64, IsNotReportedAsAModelIfAnotherLossIsOfFp32) {
   for (const bool first : {false, true}) {
     torch::nn::Linear part(2, 2), model(2, 2);

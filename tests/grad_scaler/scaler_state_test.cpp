@@ -231,7 +231,7 @@ TEST_P(GradScalerOn, GrowsAfterTheNextGoodIterationIfALoadedTrackerIsPastTheInte
   }
 }
 
-/// Also where an option has the device count them in another way.
+/// Also if the device counts them in another way because of an option.
 TEST_P(GradScalerOn, CountsSkipsAnewAfterALoadAndOnFromAFile) {
   for (const int64_t most : {0, 1000}) {
     for (const bool fused : {false, true}) {
@@ -490,7 +490,7 @@ TEST_P(GradScalerOn, CountsToAHundredSkipsAnewAfterALoad) {
   EXPECT_THAT(warnings.text(), ::testing::HasSubstr("gradients held infs or NaNs in the last 1"));
 }
 
-// ---- What a scaler has heard in an iteration ----------------------------------------------------
+// ---- A scaler's records in an iteration ---------------------------------------------------------
 
 namespace {
 

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Orders of calls that train wrongly are told: by an error, or by one warning.
+// Orders of calls that train wrongly are reported: by an error, or by one warning.
 #include <torchamp/grad_scaler.h>
 
 #include <gmock/gmock.h>

@@ -121,7 +121,7 @@ TEST(PrecisionAudit, GivesTheReasonOfARule) {
   const std::string sums = "error 2, 20 us in fp32, 10 in 16 bits, 4 in casts";
   EXPECT_EQ(reason({usual, usual}, true), sums);
   EXPECT_EQ(reason({usual, usual}, false), sums);
-  // Each of them in a row that others follow, and told only of what stays in fp32.
+  // Each is in a row that others follow, and gets only the rows that stay in fp32.
   const auto of = [&](double AuditRow::*member, double value, bool lowered) {
     AuditRow row = usual;
     row.*member = value;

@@ -166,7 +166,7 @@ TEST(DerivedWeights, DistinguishesViewsOfOneWeight) {
 TEST(DerivedWeights, DistinguishesFormsAndTensorsWithOneMemory) {
   Doubled doubled;
   const auto weight = leaf({2});
-  const auto twin = weight.data();  // has a version counter of its own
+  const auto twin = weight.data();  // has its own version counter
   doubled.of(weight);
   EXPECT_EQ(doubled.made, 1);
   weight.detach().add_(1);  // twin's counter does not see it

@@ -203,7 +203,7 @@ std::vector<at::Tensor> layouts_of(const at::Tensor& matrix) {
   return {matrix, matrix.t().contiguous().t(), wide.slice(1, 0, matrix.size(1))};
 }
 
-/// Expects the codes of row `i` to be those of the slow reference.
+/// Expects the codes of row `i` to equal the codes of the slow reference.
 void expect_row(const at::Tensor& codes, const at::Tensor& matrix, int64_t i, double scale,
                 const SmallFormat& reference) {
   const at::Tensor bytes = codes[i].view(at::kByte).to(at::kInt);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a region keeps of its thread, and whom it tells of its begin and end.
+// The state that a region restores, and the reports of its begin and end.
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 #include <gmock/gmock.h>

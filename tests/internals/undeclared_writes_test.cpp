@@ -209,8 +209,7 @@ struct NormRun {
   std::int64_t writes_in_evaluation = 0;  // to the mean; some before LibTorch 2.11, of what it is
 };
 
-// LibTorch's instance_norm narrows the statistics of a 16-bit input by itself where it has no
-// weight.
+// LibTorch's instance_norm narrows the statistics of a 16-bit input itself if it has no weight.
 TEST(UndeclaredWrites, StatisticsOfALoweredInstanceNormGoThroughNo16Bits) {
   for (const bool affine : {false, true}) {
     const auto weight = affine ? at::ones({3}) : at::Tensor();

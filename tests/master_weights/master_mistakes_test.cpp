@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Mistakes with master weights: each is told, and what only looks like one is not.
+// Mistakes with master weights: each is reported. Correct programs cause no report.
 #include "torchamp/master_weights.h"
 
 #include <ATen/ATen.h>

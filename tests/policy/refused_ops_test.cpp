@@ -26,8 +26,8 @@ struct Refused {
   std::function<at::Tensor(const at::Tensor&, const at::Tensor&)> call;
 };
 
-/// Runs each call, with arguments in the two 16-bit dtypes and in fp32 beside them, and expects
-/// fp32. `grad`: forward and backward.
+/// Runs each call, with arguments in the two 16-bit dtypes and in fp32, and expects fp32. `grad`:
+/// forward and backward.
 void expect_fp32(const std::vector<Refused>& calls, const at::Tensor& first,
                  const at::Tensor& second, bool grad = false) {
   for (const at::ScalarType region : {at::kBFloat16, at::kHalf}) {

@@ -40,8 +40,8 @@ Tensor gradient(const Tensor& loss, const Tensor& of) {
 
 // ---- Outputs that share memory -----------------------------------------------------------------
 
-/// The gradient of x, where the loss goes through h = x^2 and through the function's output of it,
-/// which was doubled in place.
+/// The gradient of x if the loss goes through h = x^2 and through the function's output of h, which
+/// was doubled in place.
 template <class Function>
 Tensor gradient_through_the_input(Function function, const Tensor& x) {
   const Tensor h = x * x;

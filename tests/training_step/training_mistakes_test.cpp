@@ -201,7 +201,7 @@ TEST_P(FunctionOfATrainingStep, ThatReturnsAScaledLossIsAnErrorThatLeavesTheWind
   }
 }
 
-// ---- Calls of the scaler beside it --------------------------------------------------------------
+// ---- The program's own calls of the scaler ------------------------------------------------------
 
 /// The texts of errors and warnings that `call` gives.
 std::string texts_of(const auto& call) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a TrainingStep takes from headers of their own: masters, files, schedulers, graphs, a log.
+// Parts of a TrainingStep with their own headers: masters, files, schedulers, graphs, a log.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -343,7 +343,7 @@ TEST(TrainingStep, RefusesAFileOfWhichOnlyOneSideHasAScheduler) {
       EXPECT_ERROR((void)of_program.load(), "scheduler");
     }
   }
-  // A program with a scheduler beside a TrainingStep adds it itself.
+  // If a program has a scheduler outside of the TrainingStep, it adds the scheduler itself.
   Net net = make_net(at::kCPU);
   torch::optim::SGD optimizer(net->parameters(), 0.2);
   torch::optim::StepLR beside(optimizer, 1, 0.5);

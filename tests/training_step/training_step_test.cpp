@@ -310,7 +310,7 @@ TEST(TrainingStep, GoesOnAfterAnExceptionOfTheFunctionAsIfItHadNotBeenCalled) {
   }
 }
 
-/// Fails in backward, as often as it is told to.
+/// Fails in backward, as often as requested.
 struct Failing : torch::autograd::Function<Failing> {
   static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x) { return x.clone(); }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,

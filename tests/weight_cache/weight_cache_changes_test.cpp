@@ -96,7 +96,7 @@ TEST_F(WeightCaches, TakesReportsOfWritesThatLibTorchDoesNotCount) {
   };
   const auto old = run(WeightCache::kept);
   write();
-  // What is not told is not known: this is what the documentation says.
+  // A write that is not reported is not detected, as the documentation says.
   EXPECT_TRUE(run(WeightCache::kept).equal(old));
   torchamp::weights_changed();
   EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none)));
@@ -112,7 +112,7 @@ TEST_F(WeightCaches, DetectsStepsOfOtherTensorsInTheMemoryOfAWeight) {
   const auto input = torch::randn({3, 8});
   for (const bool by_scaler : {true, false}) {
     torch::nn::Linear trained(8, 4), replica(8, 4);
-    replica->weight.set_data(trained->weight);  // has a version counter of its own
+    replica->weight.set_data(trained->weight);  // has its own version counter
     const auto run = [&](WeightCache cache) {
       const torch::NoGradGuard no_grad;
       const AutocastGuard guard(at::kCPU, with(cache));
@@ -186,7 +186,7 @@ TEST_F(WeightCaches, TakeReportsOfWritesToAFlatTensorOfOneWeight) {
   };
   const auto old = run(WeightCache::kept);
   flat.mul_(1.5);
-  // What is not told is not known: this is what the documentation says.
+  // A write that is not reported is not detected, as the documentation says.
   EXPECT_TRUE(run(WeightCache::kept).equal(old));
   torchamp::weights_changed(flat);
   EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none)));
@@ -343,7 +343,7 @@ TEST_F(WeightCaches, SurvivesWhatBecomesOfModels) {
   second.step();
   check(net, "another optimizer's");
   for (int i = 0; i < 20; ++i) {
-    auto other = make_net();  // where another has been before
+    auto other = make_net();  // at the address of an earlier one
     check(other, "freed and made again");
   }
   // Two tensors, one memory, and a counter each.
