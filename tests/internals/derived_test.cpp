@@ -26,7 +26,7 @@ using torchamp::detail::WeightKeep;
 
 constexpr WeightForm form{WeightForm::Kind::cast, 15};
 constexpr WeightForm other_form{WeightForm::Kind::fp8, 15};
-constexpr WeightKeep always{.until = WeightKeep::Until::told, .region = 0};
+constexpr WeightKeep always{.until = WeightKeep::Until::dropped, .region = 0};
 
 /// A store that doubles weights, and counts how often.
 class Doubled {
@@ -214,7 +214,7 @@ TEST(DerivedWeights, KeepsAsLongAsWasAsked) {
   doubled.of(a, {Until::region_ends, region});
   doubled.of(b, {Until::region_ends, other_region});
   doubled.of(c, {Until::weights_step, region});
-  doubled.of(d, {Until::told, region});
+  doubled.of(d, {Until::dropped, region});
   doubled.of(d, {Until::region_ends, region});  // the longest counts
   doubled.of(leaf({1}), {Until::made, region});
   EXPECT_EQ(store.counts().bytes, 16);
@@ -255,7 +255,7 @@ TEST(DerivedWeights, KeepsWhatAnotherThreadHasMadeMeanwhileAsLongAsEitherAsked) 
   const auto region = store.begin_region();
   const auto make = [&](const Tensors&) { return Tensors{weight.detach() * 2}; };
   store.get(weight, form, {Until::region_ends, region}, [&](const Tensors& reusable) {
-    store.get(weight, form, {Until::told, region}, make);  // as another thread may
+    store.get(weight, form, {Until::dropped, region}, make);  // as another thread may
     return make(reusable);
   });
   store.end_region(region);
@@ -383,7 +383,7 @@ TEST(KeepOfThisThread, IsNothingInARegionThatBeganBeforeTheStore) {
     EXPECT_EQ(keep_of_this_thread().until, Until::region_ends);
     EXPECT_NE(keep_of_this_thread().region, 0U);
     const torchamp::AutocastGuard kept(torch::kCPU, {.cache = torchamp::WeightCache::kept});
-    EXPECT_EQ(keep_of_this_thread().until, Until::told);
+    EXPECT_EQ(keep_of_this_thread().until, Until::dropped);
   }
   EXPECT_EQ(keep_of_this_thread().until, Until::made);
 }
