@@ -160,14 +160,14 @@ class Accumulation {
   int64_t pending() const { return window_->pending; }
 
   /// For the library's own headers: the terms in messages.
-  void speak_in(const detail::AccumulationTerms& terms) { terms_ = terms; }
+  void set_terms(const detail::AccumulationTerms& terms) { terms_ = terms; }
   /// For the library's own headers: records that a graph's replay has done the work of backward()
   /// on the device.
   void note_replayed_backward();
   /// For the library's own headers: the state of a window's gradients at some time.
   struct Look {
     bool is_open;           ///< whether the window was open
-    bool is_as_left;        ///< whether the gradients were unchanged since the last backward()
+    bool is_unchanged;      ///< whether the gradients were unchanged since the last backward()
     uint64_t times_scaled;  ///< how often the scaler had scaled a loss
     detail::Snapshot gradients;
   };
@@ -204,7 +204,7 @@ class Accumulation {
   void check_scaled(const char* call) const;
   void check_window(const char* call) const;
 
-  bool is_as_left() const;
+  bool is_unchanged() const;
   void warn_of_writes();
   void warn_of_others(const char* call);
 

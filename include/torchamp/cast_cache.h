@@ -87,7 +87,7 @@ class WeightCache {
   /// of an accumulation.
   static constexpr detail::LongWeightCache window{detail::WeightKeep::Until::weights_step};
   /// torchamp's cache, until the weight is destroyed, or clear_weight_cache().
-  static constexpr detail::LongWeightCache kept{detail::WeightKeep::Until::told};
+  static constexpr detail::LongWeightCache kept{detail::WeightKeep::Until::dropped};
 
   /// `window` or `kept`.
   template <std::same_as<detail::LongWeightCache> LongCache>

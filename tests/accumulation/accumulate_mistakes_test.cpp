@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Mistakes around an accumulation: each is told, and what only looks like one is not.
+// Mistakes around an accumulation: each is reported. Correct programs cause no report.
 #include <torchamp/accumulate.h>
 
 #include <gmock/gmock.h>
@@ -69,7 +69,7 @@ TEST_P(AccumulationMistakes, APenaltyOnGradientsOfAScaledLossIsTaken) {
   EXPECT_TRUE(accumulation.backward(plain)->stepped());
 }
 
-TEST_P(AccumulationMistakes, GradientsThatAreZeroedWithinAWindowAreToldOnce) {
+TEST_P(AccumulationMistakes, GradientsThatAreZeroedWithinAWindowAreReportedOnce) {
   for (int i = 0; i < 4; ++i) {
     optimizer->zero_grad(/*set_to_none=*/false);
     accumulation.backward(loss());
@@ -83,7 +83,7 @@ TEST_P(AccumulationMistakes, GradientsThatAreZeroedWithinAWindowAreToldOnce) {
   EXPECT_EQ(warnings.text().find(text), warnings.text().rfind(text));
 }
 
-TEST(AccumulationMistakesOfPlainOptimizers, GradientsThatAreClippedWithinAWindowAreToldOnce) {
+TEST(AccumulationMistakesOfPlainOptimizers, GradientsThatAreClippedWithinAWindowAreReportedOnce) {
   for (const double max_norm : {1e-3, HUGE_VAL}) {
     at::Tensor w = leaf({3});
     torch::optim::SGD optimizer({w}, 1e-3);
@@ -102,7 +102,7 @@ TEST(AccumulationMistakesOfPlainOptimizers, GradientsThatAreClippedWithinAWindow
   }
 }
 
-TEST_P(AccumulationMistakes, GradientsThatStayTheSameWithinAWindowAreNotTold) {
+TEST_P(AccumulationMistakes, GradientsThatStayTheSameWithinAWindowAreNotReported) {
   for (int i = 0; i < 4; ++i) {
     accumulation.backward(loss());
     if (!w.grad().defined()) continue;
@@ -142,7 +142,7 @@ TEST_P(AccumulationMistakes, AClipOfOthersBeforeTheStepOfSumsIsNone) {
   EXPECT_THAT(warnings.text(), IsEmpty());
 }
 
-TEST_P(AccumulationMistakes, ABackwardOfOnesOwnBesideSumsIsToldOnce) {
+TEST_P(AccumulationMistakes, ABackwardOutsideOfTheAccumulationIsReportedOnce) {
   constexpr const char* text = "that do not come from backward() of the accumulation";
   for (const bool before_step : {false, true}) {
     DroppingAccumulation own(scaler, *optimizer);
@@ -159,7 +159,7 @@ TEST_P(AccumulationMistakes, ABackwardOfOnesOwnBesideSumsIsToldOnce) {
   }
 }
 
-TEST_P(AccumulationMistakes, GradientsOfAnEarlierPhaseAndOfAnErrorAreNotTold) {
+TEST_P(AccumulationMistakes, GradientsOfAnEarlierPhaseAndOfAnErrorAreNotReported) {
   loss().backward();
   safe.backward(loss());
   EXPECT_THROW(safe.step([] { throw std::runtime_error("mine"); }), std::runtime_error);

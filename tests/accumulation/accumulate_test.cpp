@@ -112,7 +112,7 @@ TEST(Accumulation, RefusesAScaleThatChangesWithinAWindow) {
   }
 }
 
-TEST(Accumulation, BeginsANewWindowWhereUpdateThrows) {
+TEST(Accumulation, BeginsANewWindowIfUpdateThrows) {
   const at::Tensor w = torch::zeros({1}, torch::requires_grad());
   auto optimizer = sgd({w});
   GradScaler scaler({.init_scale = 8., .max_skips_in_a_row = 1});
@@ -301,7 +301,7 @@ TEST(Accumulation, RefusesAWindowThatHasLostSomeOfItsGradients) {
   EXPECT_NO_THROW(accumulation.backward(b.sum())) << "gradients may come later";
 }
 
-TEST(Accumulation, LeavesTheScalerAloneWhereTheLossIsRefused) {
+TEST(Accumulation, LeavesTheScalerAloneIfTheLossIsRefused) {
   const at::Tensor w = torch::zeros({1}, torch::requires_grad());
   auto optimizer = sgd({w});
   GradScaler scaler;

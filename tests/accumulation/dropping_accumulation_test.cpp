@@ -133,7 +133,7 @@ std::vector<std::pair<float, bool>> steps_of() {
   return seen;
 }
 
-TEST(DroppingAccumulation, StepsWhereAnAccumulationDoes) {
+TEST(DroppingAccumulation, StepsAtTheSameTimesAsAnAccumulation) {
   EXPECT_EQ(steps_of<DroppingAccumulation>(), steps_of<torchamp::Accumulation>());
 }
 
@@ -281,7 +281,7 @@ TEST(DroppingAccumulationAfterAnError, ForgetsTheClipOfAFailedStep) {
   EXPECT_EQ(w.item<float>(), -8.F);
 }
 
-TEST(DroppingAccumulationAfterAnError, AddsNothingWhereALimitIsMetLate) {
+TEST(DroppingAccumulationAfterAnError, AddsNothingIfALimitIsMetLate) {
   const at::Tensor w = zero();
   auto optimizer = sgd({w});
   GradScaler scaler({.max_skips_in_a_row = 1});

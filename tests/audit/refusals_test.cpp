@@ -221,7 +221,7 @@ TEST(PrecisionAudit, SaysThatGradientsAreOffOrThatThereIsNothingToCast) {
                "fp64 are never cast: audit the model in fp32.)");
 }
 
-TEST(PrecisionAudit, KeepsToFiniteGradientsWherePolicyTorchsOverflow) {
+TEST(PrecisionAudit, KeepsToFiniteGradientsIfPolicyTorchsOverflow) {
   Net model = net([](const at::Tensor& y) { return y * 1e6; });  // more than fp16 holds
   PrecisionAudit audit(model, {.dtype = at::kHalf});
   const at::Tensor x = torch::randn({16, 8});
@@ -334,7 +334,7 @@ TEST(PrecisionAudit, PutsBackWhateverAStepDoesToTheModel) {
   }
 }
 
-TEST(PrecisionAudit, PutsBackPoliciesWhereTheStepThrowsLater) {
+TEST(PrecisionAudit, PutsBackPoliciesIfTheStepThrowsLater) {
   Net model = net();
   ModulePolicies{{"last", Policy::standard()}}.apply_to(*model);
   int left = 100;
@@ -412,7 +412,7 @@ TEST(PolicyFile, KeepsAReasonOfSeveralLinesInItsComment) {
   EXPECT_EQ(loaded.policy.lookup("mm", at::kCPU), Policy::torch().lookup("mm", at::kCPU));
 }
 
-TEST(PolicyFile, OfAnotherModelLeavesAllModulesAsTheyAre) {
+TEST(PolicyFile, OfAnotherModelLeavesAllModulesUnchanged) {
   const TemporaryFolder folder;
   Net model = net();
   std::ofstream(folder / "policy") << "policy torch\nmodule last\nfp32: addmm\nmodule head\n";

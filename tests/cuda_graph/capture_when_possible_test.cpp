@@ -140,7 +140,7 @@ TEST_P(CaptureWhenPossible, GoesOnWithRandomNumbersOfTheHost) {
   expect_said_once(warnings.text(), "random numbers of the host");
 }
 
-TEST_P(CaptureWhenPossible, GoesOnWhereTheCaptureFailsAndTakesThatStepOnce) {
+TEST_P(CaptureWhenPossible, GoesOnIfTheCaptureFailsAndTakesThatStepOnce) {
   const CollectedWarnings warnings;
   StepTwins twins(GetParam(), when_possible);
   int calls_of_both = 0;
@@ -155,7 +155,7 @@ TEST_P(CaptureWhenPossible, GoesOnWhereTheCaptureFailsAndTakesThatStepOnce) {
   expect_said_once(warnings.text(), "the function threw while it was captured: only here");
 }
 
-TEST_P(CaptureWhenPossible, GoesOnWhereAnEarlierAutogradGraphIsAlive) {
+TEST_P(CaptureWhenPossible, GoesOnIfAnEarlierAutogradGraphIsAlive) {
   const CollectedWarnings warnings;
   StepTwins twins(GetParam(), when_possible);
   const at::Tensor alive = twins.captured.net->last->weight.square().sum();

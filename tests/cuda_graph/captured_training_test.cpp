@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What is said of captured training, where there are graphs: on the simulated device bit for bit.
+// The promises about captured training, on devices with graphs: on the simulated device bit for
+// bit.
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <gtest/gtest.h>

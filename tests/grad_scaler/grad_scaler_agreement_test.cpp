@@ -115,7 +115,7 @@ TEST(GradScalerAgreement, HoldsOnEveryPathForEveryRank) {
   }
 }
 
-TEST(GradScalerAgreement, SkipsAClosureOnEveryRankWhereOneOverflows) {
+TEST(GradScalerAgreement, SkipsAClosureOnEveryRankIfOneOverflows) {
   constexpr int ranks = 3;
   AllReduce all_reduce(ranks);
   std::vector<std::thread> threads;
@@ -185,7 +185,7 @@ TEST(GradScalerAgreement, FailsWithoutChangingTheScaler) {
   EXPECT_EQ(w.item<float>(), -1.F);
 }
 
-TEST(GradScalerAgreement, CountsAnotherRanksInfWithoutGradientsOfItsOwn) {
+TEST(GradScalerAgreement, CountsAnotherRanksInfWithoutItsOwnGradients) {
   for (const bool on_device : {false, true}) {
     GradScaler scaler({.agree_found_inf = [](at::Tensor& flag) { flag.fill_(1); }});
     scaler.scale(torch::ones({}));

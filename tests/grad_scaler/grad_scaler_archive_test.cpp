@@ -208,7 +208,7 @@ TEST(GradScalerArchive, WithoutTheListOfItsNumbersIsLoaded) {
   EXPECT_EQ(scaler.skips_in_a_row(), source.skips_in_a_row());
 }
 
-TEST(GradScalerArchive, MakesAnErrorOfAnyDamageOrIsLoadedAsItWas) {
+TEST(GradScalerArchive, MakesAnErrorOfAnyDamageOrIsLoadedUnchanged) {
   GradScaler source(kOptions);
   iterate_with(source, true);
   const std::string whole = saved(source);

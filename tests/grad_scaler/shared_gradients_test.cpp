@@ -28,8 +28,8 @@ using torchamp::GradScaler;
 constexpr const char* divided_twice = "would be divided by the scale twice";
 constexpr const char* two_parts = "a part that a later backward() of a scaled loss has added";
 
-/// Two heads on one encoder, each head with the encoder in an optimizer of its own: LibTorch's SGD,
-/// or torchamp's.
+/// Two heads on one encoder. Each head has its own optimizer, which also has the encoder:
+/// LibTorch's SGD or torchamp's.
 class SharedGradients : public testing::TestWithParam<bool> {
  protected:
   std::unique_ptr<torch::optim::Optimizer> optimizer_of(const at::Tensor& head) const {
@@ -161,7 +161,7 @@ TEST_P(SharedGradients, AreNoneInTheNextIterationOrAfterDiscard) {
   EXPECT_TRUE(scaler.step(*of_b));
 }
 
-TEST_P(SharedGradients, AreNoneWhereTheScaleStaysAtOne) {
+TEST_P(SharedGradients, AreNoneIfTheScaleStaysAtOne) {
   GradScaler one(torchamp::GradScalerOptions::skip_non_finite());
   for (int i = 0; i < 2; ++i) {
     clear();

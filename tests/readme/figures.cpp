@@ -215,7 +215,7 @@ Strings numbered(Strings header) {
   return header;
 }
 
-// The first two cells, where the first alone is not enough.
+// The first two cells, if the first one is not enough.
 std::string row_name(const Strings& cells) {
   return cells.size() > 1 ? cells[0] + ", " + cells[1] : cells.at(0);
 }

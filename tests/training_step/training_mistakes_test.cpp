@@ -96,7 +96,7 @@ TEST_P(FunctionOfATrainingStep, ThatCallsBackwardOfAPartIsAnError) {
                "train.scaler().scale(loss).backward()");
 }
 
-TEST_P(FunctionOfATrainingStep, ThatCallsBackwardWithAFixedScaleOfOneIsToldOnce) {
+TEST_P(FunctionOfATrainingStep, ThatCallsBackwardWithAFixedScaleOfOneIsReportedOnce) {
   Net net = make_net(GetParam());
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   TrainingStep train(net, optimizer, {.dtype = at::kBFloat16});
@@ -107,7 +107,7 @@ TEST_P(FunctionOfATrainingStep, ThatCallsBackwardWithAFixedScaleOfOneIsToldOnce)
   }
 }
 
-TEST_P(FunctionOfATrainingStep, ThatCallsBackwardLaterInAWindowIsToldOnce) {
+TEST_P(FunctionOfATrainingStep, ThatCallsBackwardLaterInAWindowIsReportedOnce) {
   Net net = make_net(GetParam());
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   TrainingStep train(net, optimizer, scaled(2));
@@ -137,7 +137,7 @@ TEST(FunctionOfATrainingStepInAWindow, ThatClearsGradientsIsAnErrorAlthoughItSca
                "are gone");
 }
 
-TEST(FunctionOfATrainingStepInAWindow, ThatClearsGradientsIsToldWhereItsOwnLossMakesThemAnew) {
+TEST(FunctionOfATrainingStepInAWindow, ThatClearsGradientsIsReportedIfItsLossMakesNewOnes) {
   const CollectedWarnings warnings;
   Net net = make_net(at::kCPU);
   torch::optim::SGD optimizer(net->parameters(), 0.1);
@@ -201,7 +201,7 @@ TEST_P(FunctionOfATrainingStep, ThatReturnsAScaledLossIsAnErrorThatLeavesTheWind
   }
 }
 
-// ---- Calls of the scaler beside it --------------------------------------------------------------
+// ---- The program's own calls of the scaler ------------------------------------------------------
 
 /// The texts of errors and warnings that `call` gives.
 std::string texts_of(const auto& call) {

@@ -67,7 +67,7 @@ class ScriptSwitch {
   static void follow(const ThreadPolicy* policy, bool otherwise) {
     if (!is_in_force(policy)) {
       set(otherwise);
-    } else if (!Logger::is_told()) {
+    } else if (!Logger::is_logger_called()) {
       set(false);
     }
   }
@@ -84,7 +84,7 @@ class ScriptSwitch {
     }
 
     /// Whether the JIT calls this library's logger when a script runs.
-    static bool is_told() {
+    static bool is_logger_called() {
       static const LoggerBase* const ours = install();
       return ours != nullptr && torch::jit::logging::getLogger() == ours;
     }

@@ -28,7 +28,7 @@ inline WeightsWritten find_weights_written() {
 }
 
 /// Reports the end of a step by an empty list: see WeightsWritten in base/tensors.h.
-inline void tell_that_step_has_ended(WeightsWritten tell) {
+inline void report_end_of_step(WeightsWritten tell) {
   tell(at::TensorList());
 }
 
@@ -55,7 +55,7 @@ class DropWeightCasts {
     at::autocast::clear_cache();
     const WeightsWritten tell = find_weights_written();
     if (tell == nullptr) return;
-    tell_that_step_has_ended(tell);
+    report_end_of_step(tell);
     if (optimizer_ == nullptr) return;
     for (const auto& group : optimizer_->param_groups()) tell(group.params());
   }

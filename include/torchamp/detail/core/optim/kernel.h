@@ -28,7 +28,7 @@ namespace torchamp::detail {
 ///     counted(options)   whether steps are counted on the device
 ///     steps, set_steps   the count that LibTorch's state holds, for parameters that are counted
 ///     step(options, …)   the step of all parameters of a list
-///     asks_counter(options)
+///     uses_counter(options)
 ///                        whether step() uses list.counter at all
 ///     counts_first_only  whether step() needs the counter only to check for the first step; the
 ///                        counter then counts earlier steps, until one was surely taken
@@ -58,7 +58,7 @@ concept OptimizerKernel = std::derived_from<typename K::LibTorch, torch::optim::
   { K::tensor(state, std::size_t{}) } -> std::same_as<at::Tensor&>;
   { K::initial(std::size_t{}, param, options) } -> std::same_as<at::Tensor>;
   { K::counted(options) } -> std::same_as<bool>;
-  { K::asks_counter(options) } -> std::same_as<bool>;
+  { K::uses_counter(options) } -> std::same_as<bool>;
   { K::steps(state) } -> std::same_as<int64_t>;
   K::set_steps(state, int64_t{});
   K::step(options, list, scalars);
@@ -80,7 +80,7 @@ struct KernelBase {
     return at::zeros_like(param);
   }
   static bool counted(const Options&) { return true; }
-  static bool asks_counter(const Options&) { return true; }
+  static bool uses_counter(const Options&) { return true; }
   static int64_t steps(const State& s) { return s.step(); }
   static void set_steps(State& s, int64_t steps) { s.step(steps); }
 };

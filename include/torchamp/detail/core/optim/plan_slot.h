@@ -75,7 +75,7 @@ struct PlanSlot {
 struct GroupUse {
   std::size_t kinds;  ///< of state
   bool counted;
-  bool asks_counter;  ///< whether its steps use a counter
+  bool uses_counter;  ///< whether its steps use a counter
   bool operator==(const GroupUse&) const = default;
 };
 
@@ -83,7 +83,7 @@ template <OptimizerKernel Kernel>
 GroupUse use_of(const ParamGroups& groups, std::size_t group) {
   const typename Kernel::Options& options = options_of<Kernel>(groups[group], group);
   const bool counted = Kernel::counted(options);
-  return {Kernel::kinds(options), counted, counted && Kernel::asks_counter(options)};
+  return {Kernel::kinds(options), counted, counted && Kernel::uses_counter(options)};
 }
 
 }  // namespace torchamp::detail

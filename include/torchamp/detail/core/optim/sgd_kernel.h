@@ -43,7 +43,7 @@ struct SgdKernel
   static std::size_t kinds(const Options& o) { return o.momentum() == 0 ? 0 : 1; }
   static at::Tensor& tensor(State& s, std::size_t) { return s.momentum_buffer(); }
   static bool counted(const Options& o) { return o.momentum() != 0; }
-  static bool asks_counter(const Options& o) { return counted(o) && o.dampening() != 0; }
+  static bool uses_counter(const Options& o) { return counted(o) && o.dampening() != 0; }
   static int64_t steps(const State& s) { return s.momentum_buffer().defined() ? 1 : 0; }
   static void set_steps(State&, int64_t) {}
 
@@ -51,7 +51,7 @@ struct SgdKernel
     if (list.lacks_op || (cpu_loses_16_bit_steps && list.device.is_cpu() && is_16_bit(list.dtype)))
       return step_flat(o, list, scalars);
     const auto& found_inf = scalars.found_inf();
-    if (!asks_counter(o) || list.counter->at_least > 0) {
+    if (!uses_counter(o) || list.counter->at_least > 0) {
       call(o, list, /*first=*/false, scalars.grad_scale(), found_inf);
     } else if (list.counter->at_most == 0) {
       call(o, list, /*first=*/true, scalars.grad_scale(), found_inf);
@@ -78,7 +78,7 @@ struct SgdKernel
     at::Tensor direction = step.grads;
     if (o.momentum() != 0.) {
       at::Tensor gradient = step.grads;  // for the buffer
-      if (asks_counter(o)) {
+      if (uses_counter(o)) {
         const at::Tensor is_first = list.counter->value.eq(0.).to(gradient.scalar_type());
         gradient = gradient.mul(is_first.mul(o.dampening()).add_(1. - o.dampening()));
       }

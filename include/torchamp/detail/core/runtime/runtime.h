@@ -109,7 +109,7 @@ struct WeightKeep {
     made,          ///< not at all
     region_ends,   ///< the outermost guard's end
     weights_step,  ///< the next step of any optimizer that the library observes
-    told,          ///< until the program drops it, or the weight is gone
+    dropped,       ///< until the program drops it, or the weight is destroyed
   };
   Until until = Until::made;
   std::uint64_t region = 0;  ///< of the outermost guard; 0 if that began before the store

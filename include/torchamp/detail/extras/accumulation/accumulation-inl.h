@@ -127,7 +127,7 @@ inline void Accumulation::note_replayed_backward() {
 
 inline std::function<void()> Accumulation::bookmark() {
   return [this, window = *window_, stage = stage_, gradients = gradients_,
-          has_scale = version_ == version_of_scale(), is_unchanged = is_as_left()] {
+          has_scale = version_ == version_of_scale(), is_unchanged = is_unchanged()] {
     *window_ = window;
     stage_ = stage;
     gradients_ = gradients;
@@ -265,7 +265,7 @@ inline void Accumulation::check_window(const char* call) const {
 
 /// Whether the gradients of an open window are unchanged since the last backward(), or masters have
 /// taken them since.
-inline bool Accumulation::is_as_left() const {
+inline bool Accumulation::is_unchanged() const {
   return taken_ != detail::gradients_moved() ||
          (snapshot_.is_same(detail::walk_window(optimizer_)) &&
           !detail::ClipCalls::has_clipped(noted_at_, optimizer_));
@@ -273,7 +273,7 @@ inline bool Accumulation::is_as_left() const {
 
 inline Accumulation::Look Accumulation::look() const {
   if (window_->pending == 0) return {};
-  return {true, is_as_left(), detail::ScalerParts::ledger(scaler_).use.times_scaled(),
+  return {true, is_unchanged(), detail::ScalerParts::ledger(scaler_).use.times_scaled(),
           detail::Snapshot(detail::walk_window(optimizer_))};
 }
 
@@ -284,7 +284,7 @@ inline bool Accumulation::has_changed(const Look& before) const {
 inline void Accumulation::accept_scaled(const Look& before) {
   const detail::ScaleUse& use = detail::ScalerParts::ledger(scaler_).use;
   const bool may_be_scaled = use.times_scaled() > before.times_scaled || use.was_read();
-  if (!before.is_as_left || !may_be_scaled || !has_changed(before)) return;
+  if (!before.is_unchanged || !may_be_scaled || !has_changed(before)) return;
   // If some gradients are gone, for example by zero_grad(), check_window() or warn_of_writes()
   // reports it.
   const bool any_gone = std::ranges::any_of(before.gradients, &detail::TensorSnapshot::is_gone);
@@ -292,7 +292,7 @@ inline void Accumulation::accept_scaled(const Look& before) {
 }
 
 inline void Accumulation::warn_of_writes() {
-  if (warned_ || is_as_left()) return;
+  if (warned_ || is_unchanged()) return;
   warned_ = true;
   TORCH_WARN(terms_.backward, ": the gradients of ", window_->pending, " of ", micro_batches_,
              " micro-batches were written to or replaced since the last call, for example by a "

@@ -122,7 +122,7 @@ class CapturedIteration {
     kept_.clear();
     return false;
   }
-  bool is_as_seen() const;
+  bool is_unchanged() const;
   std::vector<double> rates() const;
   void note_call(std::int64_t now) {
     calls_.push_back(now);
@@ -177,7 +177,7 @@ inline std::vector<double> CapturedIteration::rates() const {
 }
 
 /// Whether modes, weights and learning rates are unchanged since the last call of the body.
-inline bool CapturedIteration::is_as_seen() const {
+inline bool CapturedIteration::is_unchanged() const {
   return (!captured_ || rates() == rates_) && seen_.hold() &&
          with_gradients_ == at::GradMode::is_enabled() &&
          in_inference_ == c10::InferenceMode::is_enabled();
@@ -189,7 +189,7 @@ inline bool CapturedIteration::run(const Tensors& batch, const CapturedCall& cal
   note_call(now);
   if (eager_) return run_eagerly();
   const auto is_gone = [](const auto& made) { return made.expired(); };
-  if (!prepared || warmed_up_ < work_.warmup || !is_as_seen() ||
+  if (!prepared || warmed_up_ < work_.warmup || !is_unchanged() ||
       std::ranges::any_of(made_eagerly_, is_gone) || reads_memory_that_is_gone()) {
     if (eager_) return run_eagerly();
     forget_capture();

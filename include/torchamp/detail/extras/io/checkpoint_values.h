@@ -218,7 +218,7 @@ std::function<void()> undo_of(T& value) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
     const at::NoGradGuard no_grad;
     WriteBack kept;
-    kept.add(value, WriteBack::Copies::beside);
+    kept.add(value, WriteBack::Copies::on_device);
     return [&value, handle = value, kept = std::move(kept)] {
       const at::NoGradGuard within;
       value = handle;
@@ -227,7 +227,7 @@ std::function<void()> undo_of(T& value) {
   } else if constexpr (std::is_same_v<T, std::vector<at::Tensor>>) {
     const at::NoGradGuard no_grad;
     WriteBack kept;
-    for (const at::Tensor& tensor : value) kept.add(tensor, WriteBack::Copies::beside);
+    for (const at::Tensor& tensor : value) kept.add(tensor, WriteBack::Copies::on_device);
     return [&value, handles = value, kept = std::move(kept)] {
       const at::NoGradGuard within;
       value = handles;

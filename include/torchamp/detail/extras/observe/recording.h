@@ -156,7 +156,7 @@ class Recording : public Observer {
     const bool is_scope = call.scope() == at::RecordScope::USER_SCOPE;
     if (is_scope && (name.starts_with(choice_scope) || name.starts_with(fp8_scope) ||
                      name.starts_with(weight_cast_scope))) {
-      if (outer != nullptr) hear(name, *outer);
+      if (outer != nullptr) take_report(name, *outer);
       return nullptr;
     }
     auto begun = std::make_unique<Recorded>();
@@ -237,7 +237,7 @@ class Recording : public Observer {
   virtual void end_node(Recorded&) {}
   /// A report of an autocast kernel by the name of an empty scope in a call, see
   /// Note [Reports of a choice].
-  virtual void hear(std::string_view, Recorded&) {}
+  virtual void take_report(std::string_view, Recorded&) {}
 
   mutable std::mutex mutex_;  // autograd has a thread for each device
 

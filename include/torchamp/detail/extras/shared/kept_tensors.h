@@ -28,15 +28,15 @@ class WriteBack {
   /// Where the copies of values are.
   enum class Copies {
     none,
-    beside,   ///< on the tensor's device; only tensors that were written are restored
-    on_host,  ///< no copies of tensors that repeat elements, which nothing fills
+    on_device,  ///< on the tensor's device; only tensors that were written are restored
+    on_host,    ///< no copies of tensors that repeat elements, which nothing fills
   };
 
   void add(const at::Tensor& tensor, Copies copies) {
     if (!tensor.defined()) return;
     const at::Tensor memory = tensor.detach();
     at::Tensor values;
-    if (copies == Copies::beside) values = memory.clone();
+    if (copies == Copies::on_device) values = memory.clone();
     if (copies == Copies::on_host && !repeats_elements(memory)) {
       values = memory.to(at::kCPU, memory.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
     }

@@ -152,7 +152,7 @@ inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOpt
   if (options.scheduler.make) schedulers_ = options.scheduler.make(optimizers_);
   if (micro_batches_ > 1) {
     accumulation_.emplace(*scaler_, *optimizer_, micro_batches_);
-    accumulation_->speak_in(detail::training_step_terms);
+    accumulation_->set_terms(detail::training_step_terms);
     accumulation_->before_unscale([this] { complete_gradients(); });
   }
   captures_when_possible_ = options.capture.make.when_possible;

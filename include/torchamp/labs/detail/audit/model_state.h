@@ -39,10 +39,10 @@ class ModelState {
       if (!item.value().defined()) continue;
       names_.push_back(item.key());
       gradients_.push_back(item.value().grad());
-      before_.add(item.value(), WriteBack::Copies::beside);
+      before_.add(item.value(), WriteBack::Copies::on_device);
     }
     for (const at::Tensor& buffer : model.buffers()) {
-      before_.add(buffer, WriteBack::Copies::beside);
+      before_.add(buffer, WriteBack::Copies::on_device);
     }
     for (const auto& item : model.named_modules("", /*include_self=*/true)) {
       trains_.emplace_back(item.value(), item.value()->is_training());

@@ -112,21 +112,21 @@ class CastRecording final : public Recording<CastCall> {
   }
 
  private:
-  void hear(std::string_view told, CastCall& call) override {
-    if (told.starts_with(choice_scope)) {
-      const CastRow* const row = row_named(told.substr(choice_scope.size()));
+  void take_report(std::string_view report, CastCall& call) override {
+    if (report.starts_with(choice_scope)) {
+      const CastRow* const row = row_named(report.substr(choice_scope.size()));
       if (row != nullptr) call.choice = row->cast;
-    } else if (told.starts_with(fp8_scope)) {
-      call.fp8 = told.substr(fp8_scope.size());
+    } else if (report.starts_with(fp8_scope)) {
+      call.fp8 = report.substr(fp8_scope.size());
     } else if (call.root != nullptr) {
-      hear_of_weight(std::string(told.substr(weight_cast_scope.size())), *call.root);
+      count_weight_cast(std::string(report.substr(weight_cast_scope.size())), *call.root);
     }
   }
 
   /// Takes the report of WeightCastNote::tell().
-  static void hear_of_weight(const std::string& told, CastCall& root) {
-    ++(told == "kept" ? root.cache_hits : root.cache_misses);
-    std::istringstream words(told);
+  static void count_weight_cast(const std::string& report, CastCall& root) {
+    ++(report == "kept" ? root.cache_hits : root.cache_misses);
+    std::istringstream words(report);
     std::string made;
     int from = 0;
     int to = 0;
