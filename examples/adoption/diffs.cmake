@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake [-DWRITE=ON] -P diffs.cmake Compares the differences between the programs here with guide/porting.md. Fails if
-# the page has other ones, or with WRITE, writes them into the page.
+# cmake [-DWRITE=ON] -P diffs.cmake
+# Compares the differences between the programs here with guide/porting.md. Fails if the page has other ones, or with
+# WRITE, writes them into the page.
 set(page ${CMAKE_CURRENT_LIST_DIR}/../guide/porting.md)
 file(READ ${page} text)
 set(expected "${text}")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake -DPROCESSES=2 [-DSECONDS=240] -P run_processes.cmake -- program [argument…] Starts PROCESSES copies of the
-# program with the variables of torchrun. Fails unless all end with exit code 0. Ends all of them after SECONDS.
+# cmake -DPROCESSES=2 [-DSECONDS=240] -P run_processes.cmake -- program [argument…]
+# Starts PROCESSES copies of the program with the variables of torchrun. Fails unless all end with exit code 0. Ends all
+# of them after SECONDS.
 if(NOT SECONDS)
   set(SECONDS 240)
 endif()

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake -DOUT=folder -P growth_smoke.cmake -- program [argument…] Runs `comparison --task growth` and checks its files:
-# a row for each cost with its power, and each number once.
+# cmake -DOUT=folder -P growth_smoke.cmake -- program [argument…]
+# Runs `comparison --task growth` and checks its files: a row for each cost with its power, and each number once.
 include(${CMAKE_CURRENT_LIST_DIR}/../../support/program_arguments.cmake)
 program_arguments(command)
 include(${CMAKE_CURRENT_LIST_DIR}/run_into.cmake)

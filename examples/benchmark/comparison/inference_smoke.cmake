@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake -DOUT=folder -DROWS=24 -P inference_smoke.cmake -- program [argument…] Runs the comparison's inference, which
-# compares the results of the models, and checks its files: a row for each round of each way and batch, none of them
-# wrong, and the page.
+# cmake -DOUT=folder -DROWS=24 -P inference_smoke.cmake -- program [argument…]
+# Runs the comparison's inference, which compares the results of the models, and checks its files: a row for each round of
+# each way and batch, none of them wrong, and the page.
 include(${CMAKE_CURRENT_LIST_DIR}/../../support/program_arguments.cmake)
 program_arguments(command)
 include(${CMAKE_CURRENT_LIST_DIR}/run_into.cmake)

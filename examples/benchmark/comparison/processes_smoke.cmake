@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake -DOUT=folder -DCOUNTS=1 -P processes_smoke.cmake -- program [argument…] Runs `comparison --task processes` with
-# 1 and 2 processes, which compares the losses, and checks its files. Each way has a row, and the losses agree. One
-# process sends nothing. Two processes send at least the computed number of bytes, and hardly more. COUNTS: the library
-# that counts sent bytes exists, and therefore the picture.
+# cmake -DOUT=folder -DCOUNTS=1 -P processes_smoke.cmake -- program [argument…]
+# Runs `comparison --task processes` with 1 and 2 processes, which compares the losses, and checks its files. Each way
+# has a row, and the losses agree. One process sends nothing. Two processes send at least the computed number of bytes,
+# and hardly more. COUNTS: the library that counts sent bytes exists, and therefore the picture.
 include(${CMAKE_CURRENT_LIST_DIR}/../../support/program_arguments.cmake)
 program_arguments(command)
 include(${CMAKE_CURRENT_LIST_DIR}/run_into.cmake)
