@@ -88,7 +88,7 @@ int main(int argc, char** argv) {
     print(group->getSize(), together);
     print(1, alone);
     support::check(std::abs(together.loss - alone.loss) < 0.01 * alone.loss,
-                   "the loss on the test images is that of one process with the whole batch");
+                   "the test loss equals the loss of one process with the whole batch");
     support::check(together.accuracy > 75., "the classifier has learnt");
     return 0;
   });

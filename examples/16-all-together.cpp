@@ -104,9 +104,9 @@ bool same_everywhere(const torchamp::ProcessGroupPtr& group, const torch::Tensor
 int main(int argc, char** argv) {
   return support::run_program("16-all-together", [&] {
     std::string file = "16-all-together.pt";
-    support::Arguments arguments("16-all-together", "Trains with all that torchamp has.");
-    arguments.add("--checkpoint", "FILE", "To write, and to go on from. Default: " + file + ".",
-                  file);
+    support::Arguments arguments("16-all-together", "Trains with many features of torchamp.");
+    arguments.add("--checkpoint", "FILE",
+                  "The checkpoint to resume from and to write. Default: " + file + ".", file);
     if (!arguments.parse(argc, argv)) return 0;
 
     const auto group = torchamp::make_process_group({.timeout = std::chrono::seconds(60)});
@@ -134,7 +134,7 @@ int main(int argc, char** argv) {
                                  static_cast<int>(weights.numel()));
     support::check(same, "all processes have the same weights, bit for bit");
     support::check(pieces.numel() * group->getSize() == weights.numel(),
-                   "each keeps its share of masters and states");
+                   "each process stores its share of masters and states");
     support::check(loss < 0.02, "the loss has fallen to less than a twentieth");
     return 0;
   });
