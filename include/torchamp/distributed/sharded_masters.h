@@ -82,10 +82,10 @@ struct ShardedMasterWeightsOptions {
 /// Sums are in fp32, in the order of the ranks. So one process would compute the same weights from
 /// the same gradients. They are bitwise identical if the optimizer's kernel treats all
 /// elements alike. ATen's CPU kernels may not: they process the last elements of a tensor, or of a
-/// thread's part, without vector instructions. These elements are others in a shard than in the
-/// whole weight, and may differ by a rounding in each step. On a CPU gradients are the same only
-/// with the same number of threads, because LibTorch's layer norm adds the gradients of its weight
-/// by thread.
+/// thread's part, without vector instructions. A shard ends at other elements than the whole
+/// weight, so these elements may differ by a rounding in each step. On a CPU gradients are the same
+/// only with the same number of threads, because LibTorch's layer norm adds the gradients of its
+/// weight by thread.
 ///
 /// save_together() of a TrainingCheckpoint with masters and optimizer gathers both. Its file holds
 /// whole weights and states: load_shared() reads it on any number of processes, and a program with
