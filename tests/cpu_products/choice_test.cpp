@@ -37,7 +37,7 @@ int kernels_of(const char* name) {
   return count;
 }
 
-/// In a process of its own, which ends with 0 and prints "passed".
+/// In a separate process, which ends with 0 and prints "passed".
 #define EXPECT_IN_NEW_PROCESS(test)                               \
   do {                                                            \
     ::testing::FLAGS_gtest_death_test_style = "threadsafe";       \

@@ -178,7 +178,7 @@ Tensors leaves(const Tensors& of, at::ScalarType dtype) {
   return made;
 }
 
-/// The result, the gradients for a gradient of the result, and those of the gradients' sum.
+/// The result, the gradients for a gradient of the result, and the gradients of the gradients' sum.
 struct Derived {
   Tensor result;
   Tensors gradients, second;

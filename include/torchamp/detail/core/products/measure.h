@@ -131,7 +131,7 @@ inline bool convolves_slowly(at::ScalarType dtype) {
 
 /// Whether LibTorch's LSTM of one cell runs in `dtype`, forward and backward. An LSTM ends in
 /// oneDNN's, which throws where oneDNN has none for the CPU's instructions (on x86, bf16 takes
-/// avx512, and fp16 avx512_fp16 or AMX); ONEDNN_MAX_CPU_ISA and other settings decide, too.
+/// avx512, and fp16 avx512_fp16 or AMX). ONEDNN_MAX_CPU_ISA and other settings also decide.
 inline bool runs_lstm(at::ScalarType dtype) try {
   const at::Tensor input = at::zeros({1, 1, 1}, dtype), weight = at::zeros({4, 1}, dtype),
                    bias = at::zeros({4}, dtype), state = at::zeros({1, 1, 1}, dtype);

@@ -134,7 +134,7 @@ class ProductKernel final : public c10::OperatorKernel {
     return left.size(0) == 1 || right.size(1) == 1;
   }
 
-  /// Replaces the operands by others in fp32. Returns those that are to be written.
+  /// Replaces the operands by others in fp32. Returns the operands that the op writes to.
   std::vector<at::Tensor> convert(torch::jit::Stack& stack) const {
     const at::DisableRecordFunctionGuard part_of_this_op;
     std::vector<at::Tensor> written;

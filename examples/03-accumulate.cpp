@@ -21,7 +21,7 @@ torch::Tensor loss_of(torch::nn::Linear& model, const torch::Tensor& data,
   return torch::mse_loss(model->forward(data), target);
 }
 
-/// Whether two steps from the same weights are the same within the rounding of 16 bits.
+/// Whether two results are equal within the rounding of 16 bits.
 bool same(const torch::Tensor& a, const torch::Tensor& b) {
   return torch::allclose(a, b, /*rtol=*/0.02, /*atol=*/1e-3);
 }
@@ -62,7 +62,7 @@ int main() {
     const auto result = accumulation.backward(loss_of(model, data[i], target[i]));
     support::check(result.has_value() == (i == 3), "the fourth part takes the step");
   }
-  support::check(same(go_back(), all), "it is that of the whole batch");
+  support::check(same(go_back(), all), "the step equals a step with the whole batch");
 
   const auto ruined = data[1].clone().fill_(std::numeric_limits<float>::infinity());
   torchamp::Accumulation safe(scaler, optimizer, /*micro_batches=*/4, {.drop_bad = true});
@@ -72,6 +72,6 @@ int main() {
     std::cout << "kept " << result->kept() << " of " << result->micro_batches() << " parts\n";
     support::check(result->stepped() && result->dropped() == 1, "the ruined part is dropped");
   }
-  support::check(same(go_back(), three), "the step is that of the other three");
-  support::check(scaler.get_scale() == 512., "the scale is lowered for it");
+  support::check(same(go_back(), three), "the step equals a step with the other three parts");
+  support::check(scaler.get_scale() == 512., "the scale backs off");
 }

@@ -53,12 +53,12 @@ int main() {
   const auto op = torchamp::first_non_finite_op(forward_and_backward, model);  // runs it again
   support::check(op.has_value(), "an op is found");
   std::cout << *op;
-  support::check(op->op == "aten::exp" && !op->in_backward, "it is exp(), in the forward pass");
+  support::check(op->op == "aten::exp" && !op->in_backward, "the op is exp(), in the forward pass");
 
   const auto missing = torchamp::missing_gradients(optimizer);
   for (const auto& one : missing) std::cout << one << '\n';
   support::check(
       missing.size() == 2 && missing[0].reason == torchamp::MissingGradient::Reason::not_reached,
-      "the layer that is not used has none");
+      "the unused layer has no gradient");
   scaler.update();
 }

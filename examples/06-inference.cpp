@@ -1,8 +1,10 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // A TorchScript module is fine-tuned, and then answers requests in two threads. Only the new head
 // is trained: the rest is a frozen backbone. Inference needs a guard in each thread, and no scaler.
+// A guard affects only its own thread; an AutocastState copies the guard's state to another thread.
 #include <torch/script.h>
 #include <torch/torch.h>
+#include <torchamp/autocast_state.h>
 #include <torchamp/torchamp.h>
 #include <torchamp/training_step.h>
 #include <torchamp/weight_cache.h>
@@ -28,11 +30,7 @@ torch::jit::Module make_script() {
   return net;
 }
 
-}  // namespace
-
-int main() {
-  const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
-  torch::manual_seed(0);
+void fine_tune_and_serve(torch::Device device) {
   torch::jit::Module model = make_script();
   model.to(device);
   const auto data = torch::randn({256, 32}, device);
@@ -54,7 +52,7 @@ int main() {
   std::cout << "loss " << first << ", after fine-tuning " << last << '\n';
   support::check(last < 0.5 * first, "the head has learned");
   support::check(torch::equal(model.attr("backbone").toModule().attr("weight").toTensor(), frozen),
-                 "and the backbone is what it was");
+                 "the backbone is unchanged");
 
   // Serving. NoGradGuard is safe for every script; InferenceMode is not, see the guide's
   // troubleshooting.
@@ -81,7 +79,42 @@ int main() {
   const auto same_class = mixed.argmax(1).eq(full.argmax(1)).to(torch::kDouble).mean();
   std::cout << "largest output " << largest << ", largest error " << error << '\n';
   support::check(mixed.scalar_type() != torch::kFloat, "the output is in 16 bits");
-  support::check(head.scalar_type() == torch::kFloat, "the weights are what they were");
+  support::check(head.scalar_type() == torch::kFloat, "the weights are still in fp32");
   support::check(error < 0.03 * largest, "the outputs are those of fp32, to about two digits");
-  support::check(same_class.item<double>() > 0.95, "and nearly all choose the same class");
+  support::check(same_class.item<double>() > 0.95, "nearly all choose the same class");
+}
+
+/// The same state in another thread, without a second guard.
+void copy_state_to_a_thread(torch::Device device) {
+  torch::nn::Linear model(16, 4);
+  model->to(device);
+  const auto data = torch::randn({8, 16}, device);
+
+  torchamp::AutocastGuard autocast(device, torch::kBFloat16);
+  const auto state = torchamp::AutocastState::of_this_thread();
+  support::check(state.is_enabled(device) && state.dtype(device) == torch::kBFloat16,
+                 "the state holds what the guard has set");
+
+  torch::Tensor alone, carried;
+  std::thread worker([&, state] {
+    const torch::NoGradGuard no_grad;
+    alone = model->forward(data);
+    torchamp::AutocastStateGuard same(state);
+    carried = model->forward(data);
+  });
+  worker.join();
+  std::cout << "the thread computes in " << alone.scalar_type() << ", under the state in "
+            << carried.scalar_type() << '\n';
+  support::check(alone.scalar_type() == torch::kFloat, "a new thread computes in fp32");
+  support::check(carried.scalar_type() == torch::kBFloat16,
+                 "under the state it computes in the guard's dtype");
+}
+
+}  // namespace
+
+int main() {
+  const torch::Device device = torch::cuda::is_available() ? torch::kCUDA : torch::kCPU;
+  torch::manual_seed(0);
+  fine_tune_and_serve(device);
+  copy_state_to_a_thread(device);
 }

@@ -55,8 +55,8 @@ Run train(double init_scale) {
 int main() {
   const Run high = train(65536.), low = train(1024.);
   support::check(high.first_skipped, "65536 as a gradient in fp16 is infinite");
-  support::check(high.skipped <= 6, "the scale finds its place within a few steps");
-  support::check(low.skipped == 0, "a lower start loses none");
+  support::check(high.skipped <= 6, "the scale fits after a few steps");
+  support::check(low.skipped == 0, "a lower initial scale skips no step");
   support::check(high.last < high.first / 2 && low.last < low.first / 2,
-                 "the gradient comes nearer to a norm of 1");
+                 "the gradient's norm approaches 1");
 }

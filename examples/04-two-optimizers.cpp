@@ -79,7 +79,7 @@ void train_with_muon(torch::Device device) {
            matrices[0].sum() * std::numeric_limits<float>::infinity();
   });
   support::check(!bad.stepped(), "a gradient of Muon overflows");
-  support::check(torch::equal(model->parameters().back(), before), "AdamW's step is skipped, too");
+  support::check(torch::equal(model->parameters().back(), before), "AdamW also skips its step");
 }
 
 }  // namespace

@@ -3,7 +3,7 @@
 // often smaller. Trains a classifier whose loss has a small weight, as one of several losses
 // may, in fp32, and in fp16 with and without the scaler. Measures what is lost, in fp32's
 // gradients and with a meter in the fp16 runs, and draws it into a PNG file:
-//   17-underflow [FILE.png]
+//   underflow [FILE.png]
 #include <torch/torch.h>
 #include <torchamp/labs/underflow_meter.h>
 #include <torchamp/torchamp.h>
@@ -148,7 +148,7 @@ int main(int argc, char** argv) {
            .log_y = true,
            .legend_at_left = true}
       .draw(canvas, {0, 520, 1000, 520});
-  const char* const file = argc > 1 ? argv[1] : "17-underflow.png";
+  const char* const file = argc > 1 ? argv[1] : "underflow.png";
   write_png(file, canvas.image());
   std::cout << "see " << file << '\n';
 }

@@ -60,7 +60,7 @@ class Lion : public torch::optim::Optimizer, public torchamp::ScaledStep {
   }
 
  private:
-  /// Writes `value`, unless a gradient held an inf or a NaN: the host does not know.
+  /// Writes `value`, unless a gradient held an inf or a NaN. The device decides.
   static void replace(torch::Tensor& at, const torch::Tensor& value,
                       const torch::Tensor& found_inf) {
     if (!found_inf.defined()) {
@@ -90,7 +90,7 @@ int main() {
     }
     if (i == 1) loss = loss * std::numeric_limits<float>::infinity();
     scaler.scale(loss).backward();
-    const auto result = scaler.step(optimizer);  // nothing is read
+    const auto result = scaler.step(optimizer);  // the host reads nothing
     scaler.update();
 
     const double moved = (model->weight - before).abs().max().item<double>();

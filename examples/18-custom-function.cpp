@@ -27,7 +27,8 @@ struct Product : torchamp::AutocastFunction<Product> {
   }
 };
 
-// The mean of the squares, which fp16 cannot hold for activations above 255: asks for fp32 inputs.
+// The mean of the squares, which fp16 cannot represent for activations above 255. Its inputs are
+// cast to fp32.
 struct Power : torchamp::AutocastFunction<Power, torch::kFloat> {
   static torch::Tensor forward(AutogradContext* ctx, const torch::Tensor& x) {
     ctx->save_for_backward({x});
@@ -69,7 +70,7 @@ int main() {
     torchamp::AutocastGuard autocast(torch::kCPU, torch::kHalf);
     std::cout << "mean of squares: " << (loud * loud).mean().item<double>() << " in fp16, ";
     power = Power::apply(loud);
-    std::cout << power.item<double>() << " as a function that asks for fp32\n";
+    std::cout << power.item<double>() << " as a function of fp32 inputs\n";
   }
   power.backward();
   std::cout << "  its gradient: " << loud.grad()[0].item<double>() << ", " << loud.grad().dtype()

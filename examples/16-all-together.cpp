@@ -2,7 +2,7 @@
 // Many features on one model: two processes, each with half of the split bf16 masters and of the
 // optimizer's state; gradients accumulated in fp32; a guard, a scaler, micro-batches,
 // recomputation, clipping, and a checkpoint to resume from.
-//   torchrun --nproc-per-node 2 --no-python 26-all-together
+//   torchrun --nproc-per-node 2 --no-python 16-all-together
 #include <torch/torch.h>
 #include <torchamp/distributed/checkpoint.h>
 #include <torchamp/distributed/process_group.h>
@@ -102,11 +102,11 @@ bool same_everywhere(const torchamp::ProcessGroupPtr& group, const torch::Tensor
 }  // namespace
 
 int main(int argc, char** argv) {
-  return support::run_program("26-all-together", [&] {
-    std::string file = "26-all-together.pt";
-    support::Arguments arguments("26-all-together", "Trains with all that torchamp has.");
-    arguments.add("--checkpoint", "FILE", "To write, and to go on from. Default: " + file + ".",
-                  file);
+  return support::run_program("16-all-together", [&] {
+    std::string file = "16-all-together.pt";
+    support::Arguments arguments("16-all-together", "Trains with many features of torchamp.");
+    arguments.add("--checkpoint", "FILE",
+                  "The checkpoint to resume from and to write. Default: " + file + ".", file);
     if (!arguments.parse(argc, argv)) return 0;
 
     const auto group = torchamp::make_process_group({.timeout = std::chrono::seconds(60)});
@@ -134,7 +134,7 @@ int main(int argc, char** argv) {
                                  static_cast<int>(weights.numel()));
     support::check(same, "all processes have the same weights, bit for bit");
     support::check(pieces.numel() * group->getSize() == weights.numel(),
-                   "each keeps its share of masters and states");
+                   "each process stores its share of masters and states");
     support::check(loss < 0.02, "the loss has fallen to less than a twentieth");
     return 0;
   });

@@ -1,14 +1,18 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Which ops of this model may run in 16 bits, and is it worthwhile? Measures each op, draws its
-// error against the time saved, and writes a policy file for the next run:
-//   18-precision-audit [FILE.png]
+// First a CastRecorder counts the casts of a training step: which ops ran in which dtype, what was
+// cast for them, and the memory traffic of these casts. Then a PrecisionAudit measures which ops
+// of a model may run in 16 bits, and whether that saves time. Draws each op's error against the
+// time saved, and writes a policy file for the next run:
+//   precision-audit [FILE.png]
 #include <torch/torch.h>
+#include <torchamp/labs/cast_recorder.h>
 #include <torchamp/labs/precision_audit.h>
 #include <torchamp/torchamp.h>
 
 #include <algorithm>
 #include <cmath>
 #include <iostream>
+#include <sstream>
 #include <string>
 
 #include "support/check.h"
@@ -22,6 +26,61 @@
 namespace {
 
 namespace nn = torch::nn;
+
+/// A block with a softmax in the middle: fp32 between two products in bf16.
+struct AttentionImpl : nn::Module {
+  nn::Linear query{nullptr}, key{nullptr}, value{nullptr};
+
+  AttentionImpl() {
+    query = register_module("query", nn::Linear(16, 16));
+    key = register_module("key", nn::Linear(16, 16));
+    value = register_module("value", nn::Linear(16, 16));
+  }
+
+  torch::Tensor forward(const torch::Tensor& x) {
+    RECORD_USER_SCOPE("attention");  // names the ops that take no parameter
+    const torch::Tensor weights = query(x).mm(key(x).t()).softmax(-1);
+    return weights.mm(value(x)) + x;
+  }
+};
+TORCH_MODULE(Attention);
+
+torchamp::CastReport record_step(Attention& model, const torch::Tensor& x,
+                                 const torchamp::Policy& policy) {
+  model->zero_grad();
+  torchamp::CastRecorder recorder(*model);
+  torch::Tensor loss;
+  {
+    torchamp::AutocastGuard autocast(torch::kCPU, {.dtype = torch::kBFloat16, .policy = policy});
+    loss = torch::mse_loss(model(x), x);
+  }
+  loss.backward();
+  return recorder.report();
+}
+
+void record_casts() {
+  Attention model;
+  const torch::Tensor x = torch::randn({64, 16});
+
+  const torchamp::CastReport report = record_step(model, x, torchamp::Policy::standard());
+  std::cout << report;
+
+  // "undone" counts softmax's result, which was cast from bf16 and is cast back. A softmax with
+  // unchanged arguments has neither cast. (The audit below measures whether a model tolerates it.)
+  const auto lean = torchamp::Policy::standard().unchanged({"softmax"});
+  const torchamp::CastReport leaner = record_step(model, x, lean);
+  const auto before = report.total(), after = leaner.total();
+  std::cout << "softmax in bf16: " << before.casts << " casts become " << after.casts << ", "
+            << before.cast_bytes << " bytes " << after.cast_bytes << ", " << before.undone
+            << " undone " << after.undone << '\n';
+  std::istringstream json(leaner.to_json());
+  std::string line;
+  std::getline(std::getline(json, line), line);
+  std::cout << "its costliest row as JSON: " << line << '\n';
+  support::check(before.undone > after.undone && before.casts > after.casts,
+                 "softmax in bf16 saves casts");
+  support::check(!at::hasCallbacks(), "without a recorder there is no cost");
+}
 
 /// A block of two layers, whose exp() has a wide range.
 struct NetImpl : nn::Module {
@@ -82,10 +141,7 @@ void draw(drawing::Canvas& canvas, const torchamp::PrecisionAudit& audit) {
   }
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-  torch::manual_seed(0);
+void audit_precision(const char* picture) {
   Net model;
   const auto x = torch::randn({256, 256}), target = torch::randn({256, 256});
 
@@ -93,11 +149,11 @@ int main(int argc, char** argv) {
   audit.run([&] { torch::mse_loss(model(x), target).backward(); }, 3);
   std::cout << audit;
   support::check(audit.rows().front().op == "exp", "the wide exp() comes first");
-  support::check(audit.rows().front().overflow > 0., "since fp16 ends at 65504");
+  support::check(audit.rows().front().overflow > 0., "it overflows, because fp16 ends at 65504");
 
   const torchamp::AuditedPolicy chosen = audit.policy();
   std::cout << '\n' << chosen;
-  support::check(chosen.error <= chosen.budget, "the gradients keep to the budget");
+  support::check(chosen.error <= chosen.budget, "the error is within the budget");
 
   const support::TemporaryFolder folder("torchamp");
   const std::string file = (folder.path() / "net.policy").string();
@@ -107,11 +163,18 @@ int main(int argc, char** argv) {
   support::check(loaded.policy.effect("exp", torch::kCPU) == torchamp::Cast::fp32,
                  "exp() stays in fp32");
   torchamp::AutocastGuard autocast(torch::kCPU, {.dtype = torch::kHalf, .policy = loaded.policy});
-  support::check(model(x).isfinite().all().item<bool>(), "and nothing overflows");
+  support::check(model(x).isfinite().all().item<bool>(), "nothing overflows");
 
   drawing::Canvas canvas(1000, 620, drawing::palette::paper);
   draw(canvas, audit);
-  const char* const picture = argc > 1 ? argv[1] : "18-precision-audit.png";
   drawing::write_png(picture, canvas.image());
   std::cout << "see " << picture << '\n';
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  torch::manual_seed(0);
+  record_casts();
+  audit_precision(argc > 1 ? argv[1] : "precision-audit.png");
 }

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A training in fp16 with a loss scale, on any CPU, as a rehearsal for a GPU: overflow, underflow
-// and rounding are the GPU's.
+// A training in fp16 with a loss scale on any CPU, as a rehearsal for a GPU: values overflow,
+// underflow and are rounded as on a GPU.
 #include <torch/torch.h>
 #include <torchamp/torchamp.h>
 #include <torchamp/training_step.h>
@@ -40,7 +40,7 @@ int main() {
     support::check(product.isinf().item<bool>(), "81000 is beyond fp16");
   }
 
-  // Training: the scaler begins far too high, skips steps, and finds its scale.
+  // Training: the scale starts far too high. The scaler skips steps until the scale fits.
   torch::nn::Sequential model(torch::nn::Linear(8, 64), torch::nn::ReLU(),
                               torch::nn::Linear(64, 1));
   torch::optim::Adam optimizer(model->parameters(), torch::optim::AdamOptions(1e-2));

@@ -2,7 +2,7 @@
 // A Fashion-MNIST classifier, trained on several processes that share each batch. It reaches the
 // loss of one process with the whole batch: two processes with 64 images each equal one with
 // 128.
-//   torchrun --nproc-per-node 2 --no-python 22-data-parallel
+//   torchrun --nproc-per-node 2 --no-python 15-data-parallel
 #include <torch/torch.h>
 #include <torchamp/distributed/data_parallel.h>
 #include <torchamp/distributed/process_group.h>
@@ -67,9 +67,9 @@ Result train(const FashionMnist& data, const torchamp::ProcessGroupPtr& group) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  return support::run_program("22-data-parallel", [&] {
+  return support::run_program("15-data-parallel", [&] {
     std::string folder = "/usr/share/datasets/fashion-mnist";
-    support::Arguments arguments("22-data-parallel",
+    support::Arguments arguments("15-data-parallel",
                                  "Trains a classifier of Fashion-MNIST on several processes.");
     arguments.add("--data", "DIR",
                   "The folder of the four files, plain or *.gz.\nDefault: " + folder + ".", folder);
@@ -88,7 +88,7 @@ int main(int argc, char** argv) {
     print(group->getSize(), together);
     print(1, alone);
     support::check(std::abs(together.loss - alone.loss) < 0.01 * alone.loss,
-                   "the loss on the test images is that of one process with the whole batch");
+                   "the test loss equals the loss of one process with the whole batch");
     support::check(together.accuracy > 75., "the classifier has learnt");
     return 0;
   });
