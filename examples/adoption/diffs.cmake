@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # cmake [-DWRITE=ON] -P diffs.cmake
-# The differences between the programs here, as guide/porting.md prints them. Fails if that says otherwise, or writes
-# them there.
+# The differences between the programs here, as guide/porting.md prints them, and the numbers of lines in its table.
+# Fails if that page says otherwise, or writes the differences there.
 set(page ${CMAKE_CURRENT_LIST_DIR}/../guide/porting.md)
 file(READ ${page} text)
 set(expected "${text}")
-foreach(name IN ITEMS classifier dcgan language_model)
+set(kinds removed added)
+set(signs "-" "+")
+foreach(name IN ITEMS classifier dcgan language_model image_captioning ppo splatting)
   execute_process(
     COMMAND diff -U1 --label ${name}.cpp --label ${name}_mixed.cpp ${name}.cpp ${name}_mixed.cpp
     WORKING_DIRECTORY ${CMAKE_CURRENT_LIST_DIR}
@@ -14,11 +16,18 @@ foreach(name IN ITEMS classifier dcgan language_model)
     message(FATAL_ERROR "diff of ${name}: ${code}")
   endif()
   string(REGEX REPLACE "\n@@[^\n]*" "\n@@" difference "${difference}")
-  string(REGEX MATCHALL "\n[+-]" lines "\n${difference}")
-  list(LENGTH lines count)
-  math(EXPR count "${count} - 2")  # the names
-  if(count GREATER 9)
-    message(FATAL_ERROR "${name}: ${count} lines differ, which are not under ten")
+  foreach(kind sign IN ZIP_LISTS kinds signs)
+    string(REGEX MATCHALL "\n[${sign}]" lines "\n${difference}")
+    list(LENGTH lines ${kind})
+    math(EXPR ${kind} "${${kind}} - 1")  # the name
+  endforeach()
+  if(added GREATER 9)
+    message(FATAL_ERROR "${name}: ${added} lines are added, which are not under ten")
+  endif()
+  set(row "| [${name}](../adoption/${name}.cpp) | ${removed} | ${added} |")
+  string(FIND "${text}" "${row}\n" begin)
+  if(begin EQUAL -1)
+    message(FATAL_ERROR "guide/porting.md lacks the row ${row}")
   endif()
   string(FIND "${expected}" "```diff\n--- ${name}.cpp\n" begin)
   if(begin EQUAL -1)
