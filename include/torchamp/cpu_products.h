@@ -30,10 +30,11 @@ enum class CpuProducts : std::uint8_t {
 /// The default is the value of the environment variable TORCHAMP_CPU_PRODUCTS (`fp32` or
 /// `libtorch`), and `fastest` if it is not set.
 ///
-/// The first enabled guard for a CPU in 16 bits decides. If the products are computed in fp32, it
-/// registers kernels for the CPU with LibTorch's dispatcher: then code without guards runs them,
-/// too, as backward passes do. An op whose CPU kernel another library has replaced keeps that
-/// kernel. A process without such a guard keeps LibTorch's kernels. Any thread; never synchronises.
+/// The first enabled guard for a CPU in 16 bits decides, or the first step of a FusedMuon on a CPU,
+/// which multiplies in bf16 without a guard. If the products are computed in fp32, it registers
+/// kernels for the CPU with LibTorch's dispatcher: then code without guards runs them, too, as
+/// backward passes do. An op whose CPU kernel another library has replaced keeps that kernel. A
+/// process without such a guard or step keeps LibTorch's kernels. Any thread; never synchronises.
 void set_cpu_products(CpuProducts products);
 
 /// Returns how CPUs compute products in `dtype`, fp16 or bf16, at the next guard: `libtorch` or

@@ -246,8 +246,9 @@ using FusedAdagrad = FusedOptimizerOf<detail::AdagradKernel>;
 /// are flattened after the first. Matrices of one shape and layout take each Newton-Schulz
 /// iteration together, up to 2^25 elements at a time, so the number of launches does not depend on
 /// the number of such matrices; a step takes temporary memory for some 30 bytes per element of
-/// these. split_for_muon() chooses the parameters for it. Errors: parameters of fewer than two
-/// dimensions, which FusedAdamW takes, and shards of ShardedMasterWeights.
+/// these. split_for_muon() chooses the parameters for it. The iterations multiply in bf16: on a CPU
+/// the first step decides how, as the first guard does (see set_cpu_products()). Errors: parameters
+/// of fewer than two dimensions, which FusedAdamW takes, and shards of ShardedMasterWeights.
 using FusedMuon = FusedOptimizerOf<detail::MuonKernel>;
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -35,10 +35,10 @@ namespace torchamp::detail {
 // round its results. So each element of a result is rounded once, as on a GPU. They are under the
 // CPU's key and not under autocast's because backward passes run outside guards.
 //
-// The first guard for a CPU in a 16-bit dtype decides for that dtype and for each family of
-// products (see Note [Slow products]), and registers the kernels of a family that is computed in
-// fp32, once per process. The kernels look up the decision at each call. Operands in other dtypes
-// go to LibTorch's kernel as they are.
+// The first guard for a CPU in a 16-bit dtype, or the first step of Muon there, decides for that
+// dtype and for each family of products (see Note [Slow products]), and registers the kernels of a
+// family that is computed in fp32, once per process. The kernels look up the decision at each call.
+// Operands in other dtypes go to LibTorch's kernel as they are.
 //
 // LibTorch does not lock its dispatch table against calls, but a KernelFunction is written in an
 // order (first the boxed kernel, then the pointer to the unboxed one, which becomes null) in which
