@@ -140,6 +140,7 @@ class ClosureStep {
     }
     OptimizerState& stepped = ledger_.optimizers.of(optimizer_);  // the closure may use others
     stepped = std::move(latest_);
+    ledger_.note_stepped(optimizer_, stepped);
     const auto record = ledger_.finish(stepped, scale_, std::move(value), std::move(missing));
     ledger_.warn_of_missing(record->missing);
     return ScalerParts::result(record);

@@ -178,8 +178,8 @@ TEST(GradScalerArchive, OfALaterVersionWithANumberMoreIsRefusedByASentenceThatSa
   const GradScalerState before = scaler.state_dict();
   EXPECT_ERROR(load(scaler, archive_with(" torchamp_norm_mean", true)),
                "the archive was saved by a later version of torchamp, whose GradScaler also "
-               "remembers \"torchamp_norm_mean\". Load it with that version, or continue with a "
-               "new GradScaler({.init_scale = 4})");
+               "remembers \"torchamp_norm_mean\". Load it with that version, or set "
+               "GradScalerOptions::init_scale to 4");
   EXPECT_ERROR(load(scaler, archive_with(" torchamp_norm_mean", false)), "the archive is damaged");
   EXPECT_ERROR(load(scaler, archive_with("", true)), "the archive is damaged");
   EXPECT_EQ(scaler.state_dict(), before);

@@ -531,6 +531,13 @@ TEST_P(NoFalseAlarm, StyleTransferByLbfgs) {
   }
 }
 
+TEST_P(NoFalseAlarm, ANetworkThatAClosureTrains) {
+  for (int i = 0; i < iterations; ++i) {
+    step(scaler, *optimizer, [&] { return net(x).pow(2).mean(); });
+    scaler.update();
+  }
+}
+
 TEST_P(NoFalseAlarm, APackedLstm) {
   torch::nn::LSTM lstm(torch::nn::LSTMOptions(4, 4).batch_first(true));
   const auto own = sgd_of(lstm->parameters());

@@ -66,6 +66,40 @@ namespace {
 
 using step_order::Interrupted;
 
+/// Calls `answer` at each of LibTorch's warnings of the calling thread.
+class AnsweredWarnings final : public c10::WarningHandler {
+ public:
+  explicit AnsweredWarnings(std::function<void()> answer) : answer_(std::move(answer)) {}
+  void process(const c10::Warning& /*warning*/) override { answer_(); }
+
+ private:
+  std::function<void()> answer_;
+  c10::WarningUtils::WarnAlways always_;
+  c10::WarningUtils::WarningHandlerGuard guard_{this};
+};
+
+TEST(GradScalerStepOrder, AWarningHandlerMayEndTheIteration) {
+  const at::Tensor a = leaf({1, 2}), b = leaf({3, 4});
+  torch::optim::SGD first({a}, 0.1), second({b}, 0.1);
+  GradScaler scaler({.init_scale = 4.});
+  scaler.scale(loss_of(a)).backward();
+  scaler.scale(loss_of(b)).backward();
+  torchamp::clip_grad_norm_({b}, 1.);  // scaled: a warning of the call that divides it
+  scaler.unscale_(first);
+  int answers = 0;
+  {
+    const AnsweredWarnings warnings([&] {
+      if (answers++ == 0) scaler.update();
+    });
+    scaler.unscale_(second);
+  }
+  ASSERT_GT(answers, 0);
+  EXPECT_FALSE(scaler.is_unscaled(first)) << "the iteration has ended";
+  EXPECT_TRUE(scaler.is_unscaled(second));
+  scaler.step(second);
+  EXPECT_TRUE(scaler.is_stepped(second));
+}
+
 /// With LibTorch's SGD, and with torchamp's.
 class StepOrder : public testing::TestWithParam<bool> {
  protected:

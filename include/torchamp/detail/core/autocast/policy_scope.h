@@ -67,21 +67,12 @@ class Nesting {
 // other threads that have a share in our node keep it, and the policy in it, for as long as they
 // want.
 
-/// A policy, and a node that has it, with none below. Both are there, or none. Neither is changed
-/// any more, so it does not matter who else has a share in them.
-struct PolicyInSlot {
-  std::shared_ptr<const ThreadPolicy> policy;
-  std::shared_ptr<c10::ThreadLocalDebugInfo> node;
-};
-
 /// Puts a ThreadPolicy into the calling thread's slot, and takes it out again: see
 /// Note [A thread's slots].
 class PolicyScope {
  public:
   /// Null: the slot stays as it is.
   explicit PolicyScope(std::shared_ptr<const ThreadPolicy> policy);
-  /// Of what SparePolicy::find() has found on this thread.
-  explicit PolicyScope(PolicyInSlot&& spare);
   PolicyScope(const PolicyScope&) = delete;
   PolicyScope& operator=(const PolicyScope&) = delete;
   ~PolicyScope();
@@ -92,18 +83,11 @@ class PolicyScope {
 
  private:
   bool is_on_its_thread() const { return thread_ == std::this_thread::get_id(); }
-  /// Whether it is the node that this scope has pushed. Where the program has restored an older
-  /// state, that one is gone, with its share in the policy, and its memory may be another node's.
-  /// (Not certain where something else shares the policy.)
-  bool is_ours(const c10::ThreadLocalDebugInfo* node) const {
-    return node == ours_ && policy_.use_count() > 1;
-  }
   void end() noexcept;
   void end_below_others();
 
-  std::shared_ptr<const ThreadPolicy> policy_;
   std::shared_ptr<c10::ThreadLocalDebugInfo> before_;  // the thread's uppermost node before ours
-  const c10::ThreadLocalDebugInfo* ours_ = nullptr;    // null: nothing was pushed, or it has ended
+  std::shared_ptr<c10::ThreadLocalDebugInfo> ours_;    // null: nothing was pushed, or it has ended
   bool scripts_outside_ = true;                        // see ScriptSwitch
   std::thread::id thread_ = std::this_thread::get_id();
 };

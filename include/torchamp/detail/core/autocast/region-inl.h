@@ -142,15 +142,6 @@ inline bool must_push_again(const RegionState& inside) {
   return has_no_scope_here || is_outside_backward;
 }
 
-/// What the thread's last guard has left behind, if it is what policy_within() would make and tell;
-/// null if not.
-inline PolicyInSlot* spare_for(const RegionState& inside) {
-  const bool listener_begins = inside.op_rule() != nullptr || kept_weights() != nullptr;
-  if (!inside.autocast.enabled || listener_begins) return nullptr;
-  PolicyInSlot* const spare = SparePolicy::find();
-  return spare != nullptr && inside.is_in(*spare->policy) ? spare : nullptr;
-}
-
 /// A new policy of the thread, for the region.
 inline std::shared_ptr<const ThreadPolicy> policy_within(const RegionState& inside,
                                                          RegionListeners& listeners) {
@@ -164,12 +155,11 @@ inline std::shared_ptr<const ThreadPolicy> policy_within(const RegionState& insi
   return inner;
 }
 
-/// Puts the region's policy into the thread's slot, in the cheapest way that does.
+/// Puts the region's policy into the thread's slot.
 inline PolicyScope scope_of(const RegionState& inside, RegionListeners& listeners) {
   if (inside.outer != nullptr && inside.is_in(*inside.outer)) {
     return PolicyScope(must_push_again(inside) ? inside.outer->shared_from_this() : nullptr);
   }
-  if (PolicyInSlot* const spare = spare_for(inside)) return PolicyScope(std::move(*spare));
   return PolicyScope(policy_within(inside, listeners));
 }
 

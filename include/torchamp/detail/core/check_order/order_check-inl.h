@@ -288,10 +288,13 @@ TORCHAMP_BODY void OrderCheck::forget(const torch::optim::Optimizer& optimizer) 
 TORCHAMP_BODY auto OrderCheck::updates(const Moment& moment) -> Sentences {
   Sentences made;
   if (is_looking()) {
-    // A device may have sent what an earlier iteration has found.
-    made = made_at(When::updates, moment);
-    collect_unchecked_steps();
-    for (const char* sentence : made_at(When::updates, moment)) made.push_back(sentence);
+    try {
+      // A device may have sent what an earlier iteration has found.
+      made = made_at(When::updates, moment);
+      collect_unchecked_steps();
+      for (const char* sentence : made_at(When::updates, moment)) made.push_back(sentence);
+    } catch (const c10::Error&) {  // no memory for a look, which no update() fails for
+    }
   }
   for (auto& [address, one] : trained_) {
     one.in_earlier_iteration |= std::exchange(one.in_this_iteration, false);

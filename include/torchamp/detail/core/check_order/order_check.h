@@ -79,7 +79,6 @@ class OrderCheck {
 
   /// Whether there is an iteration left to watch.
   bool is_looking() const { return iterations_left_ > 0 && !GraphBody::is_running(); }
-  void stop() { iterations_left_ = 0; }
 
  private:
   /// A weight that scaled losses are computed from, when their last backward had ended.

@@ -33,9 +33,7 @@ struct GuardOverride {
   bool module_policies = false;              ///< whether those of modules hold all the same
 };
 
-/// What a guard puts into the thread's slot. Immutable: LibTorch shares it with other threads. A
-/// guard may put the last one's there again: of each member, RegionState::is_in() compares it, or
-/// SparePolicy::keep() keeps none that has it.
+/// What a guard puts into the thread's slot. Immutable: LibTorch shares it with other threads.
 struct ThreadPolicy final : c10::DebugInfoBase, std::enable_shared_from_this<ThreadPolicy> {
   C10_NOINLINE ~ThreadPolicy() override = default;
   std::shared_ptr<const PolicyData> inherited;  // for a nested guard that names no policy

@@ -81,8 +81,11 @@ inline int64_t checksum_of(const GradScalerState& state, const std::vector<doubl
 /// Reads torchamp's own numbers into `rest`, which has the initial ones, and compares the checksum.
 inline void read_own_numbers(torch::serialize::InputArchive& archive, const GradScalerState& state,
                              ScaleMemory<double>& rest) {
-  constexpr const char* damaged =
+  const char* const damaged =
       "GradScaler::load: the archive is damaged: its values are not those that were saved.";
+  const char* const of_later_version =
+      "GradScaler::load: the archive was saved by a later version of torchamp, whose GradScaler "
+      "also remembers \"";
   c10::IValue list, checksum, number;
   const bool has_list = archive.try_read("torchamp_numbers", list);
   TORCHAMP_CHECK(!has_list || list.isString(), damaged);
@@ -98,13 +101,9 @@ inline void read_own_numbers(torch::serialize::InputArchive& archive, const Grad
         std::find_if(rows.begin(), rows.end(), [&](const auto& one) { return one.name == name; });
     const bool is_held = archive.try_read(name, number);
     TORCHAMP_CHECK(!has_list || is_held, damaged);
-    TORCHAMP_CHECK(row != rows.end() || !has_list,
-                   "GradScaler::load: the archive was saved by a later version of torchamp, whose "
-                   "GradScaler also remembers \"",
-                   name,
-                   "\". Load it with that version, or continue with a new "
-                   "GradScaler({.init_scale = ",
-                   state.scale, "}), which has the archive's scale.");
+    TORCHAMP_CHECK(row != rows.end() || !has_list, of_later_version, name,
+                   "\". Load it with that version, or set GradScalerOptions::init_scale to ",
+                   state.scale, ", its scale.");
     double count = row == rows.end() ? 0. : rest.*row->number;
     if (is_held) count = read_count(archive, name);
     if (row != rows.end()) rest.*row->number = count;
@@ -173,7 +172,7 @@ struct ScalerArchive<GradScaler> {
                    state.scale, "}), which has the archive's scale.");
     read_own_numbers(archive, state, rest);
     rest.credit = std::min(rest.credit, full_credit);
-    restore_scaler(scaler, "GradScaler::load", state, std::move(rest));
+    restore_scaler(scaler, "GradScaler::load", state, rest);
   }
 };
 

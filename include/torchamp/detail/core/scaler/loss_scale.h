@@ -102,7 +102,8 @@ class LossScale {
   const at::Tensor& scale() const { return scale_; }
   /// 1/scale as a 0-dim fp32 tensor on `device`, computed in fp64 as torch.amp does.
   at::Tensor inverse(at::Device device) const {
-    if (!on_device_) {
+    // Replays read the tensor, which an update() outside of the graph changes.
+    if (!on_device_ && replays_ == Replays::none) {
       return at::full({}, 1. / host_.scale, at::TensorOptions(device).dtype(at::kFloat));
     }
     const at::ScalarType dtype = number_type_on(scale_.device());
@@ -148,7 +149,7 @@ class LossScale {
     rest.scale = static_cast<float>(state.scale);
     rest.growth_tracker =
         static_cast<double>(std::min(state.growth_tracker, state.growth_interval - 1));
-    set(std::move(rest));
+    set(rest);
     limits_.forget();
     options_.growth_factor = state.growth_factor;
     options_.backoff_factor = state.backoff_factor;
@@ -158,7 +159,7 @@ class LossScale {
   /// Puts these values in place of all that is there. The host must know them.
   void set(ScaleMemory<double> values) {
     const bool changes = values.scale != host_.scale;
-    host_ = std::move(values);  // read() takes from here what a device does not keep
+    host_ = values;  // read() takes from here what a device does not keep
     if (!on_device_) {
       if (created() && changes) scale_.fill_(host_.scale);
       return;
@@ -213,7 +214,7 @@ class LossScale {
       ScaleMemory<double> after = after_update(options_, host_, found.bad);
       met = ScaleLimits::met(options_, host_, after);
       ScaleLimits::throw_if_met(options_, met);
-      set(std::move(after));
+      set(after);
       return met;
     }
     const bool watched = ScaleLimits::watched(options_);

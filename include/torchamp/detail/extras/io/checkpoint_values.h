@@ -199,6 +199,7 @@ inline void read_tensors(torch::serialize::InputArchive& archive, std::vector<at
                          int64_t version) {
   c10::IValue size;
   archive.read("size", size);
+  TORCH_CHECK(size.toInt() >= 0, "its number of tensors is ", size.toInt());
   const auto count = static_cast<std::size_t>(size.toInt());
   TORCH_CHECK(to.empty() || to.size() == count, "it has ", count, " tensors in the file and ",
               to.size(), " in the program");
