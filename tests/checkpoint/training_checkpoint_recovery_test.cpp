@@ -76,7 +76,7 @@ TEST(TrainingCheckpointRecovery, LoadsWithinAnIterationWhichScalersThenForget) {
   }
 }
 
-TEST(TrainingCheckpointRecovery, KeepsAnIterationWhereLoadingFails) {
+TEST(TrainingCheckpointRecovery, KeepsAnIterationIfLoadingFails) {
   Recovery run;
   double missing = 0.;
   run.checkpoint.add("missing", missing);

@@ -139,7 +139,7 @@ TEST(GradScalerArchive, RefusesAForeignOneAndChangesNothing) {
                  all(out, 4., 1);
                  out.write("torchamp_since_change", c10::IValue((int64_t{1} << 53) + 1));
                }),
-               "\"torchamp_since_change\" is 9007199254740993. A count is at most");
+               "\"torchamp_since_change\" is 9007199254740993. A count must be at most");
   EXPECT_ERROR(loads([&](auto& out) {
                  all(out, 4., 1);
                  out.write("torchamp_checksum", c10::IValue(1));
@@ -208,7 +208,7 @@ TEST(GradScalerArchive, WithoutTheListOfItsNumbersIsLoaded) {
   EXPECT_EQ(scaler.skips_in_a_row(), source.skips_in_a_row());
 }
 
-TEST(GradScalerArchive, MakesAnErrorOfAnyDamageOrIsLoadedAsItWas) {
+TEST(GradScalerArchive, MakesAnErrorOfAnyDamageOrIsLoadedUnchanged) {
   GradScaler source(kOptions);
   iterate_with(source, true);
   const std::string whole = saved(source);

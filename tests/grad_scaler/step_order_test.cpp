@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Orders of calls that train wrongly are told: by an error, or by one warning.
+// Orders of calls that train wrongly are reported: by an error, or by one warning.
 #include <torchamp/grad_scaler.h>
 
 #include <gmock/gmock.h>
@@ -119,7 +119,7 @@ INSTANTIATE_TEST_SUITE_P(Sgd, StepOrder, testing::Bool(), [](const auto& test) {
   return std::string(test.param ? "Fused" : "LibTorchs");
 });
 
-TEST_P(StepOrder, ABackwardWithoutScaleIsToldOnceWhereAnEarlierIterationHadIt) {
+TEST_P(StepOrder, ABackwardWithoutScaleIsReportedOnceIfAnEarlierIterationHadIt) {
   iterate();
   EXPECT_THAT(warnings.text(), IsEmpty());
   for (int i = 0; i < 3; ++i) {
@@ -131,7 +131,7 @@ TEST_P(StepOrder, ABackwardWithoutScaleIsToldOnceWhereAnEarlierIterationHadIt) {
   EXPECT_EQ(times_told(warnings.text(), without_scale), 1U) << warnings.text();
 }
 
-TEST_P(StepOrder, AScaledLossThatIsNotUsedIsToldOnceFromTheFirstIterationOn) {
+TEST_P(StepOrder, AScaledLossThatIsNotUsedIsReportedOnceFromTheFirstIterationOn) {
   for (int i = 0; i < 3; ++i) {
     optimizer->zero_grad();
     const at::Tensor loss = loss_of(w);
@@ -164,7 +164,7 @@ TEST_P(StepOrder, AScaledLossThatIsUsedByASumOrAGradientIsRight) {
   EXPECT_THAT(warnings.text(), IsEmpty());
 }
 
-TEST_P(StepOrder, ABackwardWithoutScaleIsToldByUnscaleToo) {
+TEST_P(StepOrder, ABackwardWithoutScaleIsReportedByUnscale) {
   iterate();
   optimizer->zero_grad();
   loss_of(w).backward();
@@ -172,7 +172,7 @@ TEST_P(StepOrder, ABackwardWithoutScaleIsToldByUnscaleToo) {
   EXPECT_THAT(warnings.text(), HasSubstr(without_scale));
 }
 
-TEST_P(StepOrder, AClipOfScaledGradientsIsToldOnce) {
+TEST_P(StepOrder, AClipOfScaledGradientsIsReportedOnce) {
   for (int i = 0; i < 3; ++i) {
     optimizer->zero_grad();
     scaler.scale(loss_of(w)).backward();
@@ -183,7 +183,7 @@ TEST_P(StepOrder, AClipOfScaledGradientsIsToldOnce) {
   EXPECT_EQ(times_told(warnings.text(), clipped_scaled), 1U) << warnings.text();
 }
 
-TEST_P(StepOrder, AClipOfScaledParametersOrValuesIsTold) {
+TEST_P(StepOrder, AClipOfScaledParametersOrValuesIsReported) {
   for (int form = 0; form < 3; ++form) {
     GradScaler own({.init_scale = 64.});
     const CollectedWarnings of_form;
@@ -197,7 +197,7 @@ TEST_P(StepOrder, AClipOfScaledParametersOrValuesIsTold) {
   }
 }
 
-TEST_P(StepOrder, AClipOfScaledGradientsByLibTorchsFunctionsIsToldOnce) {
+TEST_P(StepOrder, AClipOfScaledGradientsByLibTorchsFunctionsIsReportedOnce) {
   for (int form = 0; form < 3; ++form) {
     GradScaler own({.init_scale = 64.});
     const CollectedWarnings of_form;
@@ -257,7 +257,7 @@ TEST_P(StepOrder, OnlyTheFirstIterationsAreChecked) {
   }
 }
 
-TEST_P(StepOrder, AClipBeforeBackwardIsToldOnce) {
+TEST_P(StepOrder, AClipBeforeBackwardIsReportedOnce) {
   constexpr const char* too_early = "a clip in this iteration found no gradients";
   for (int form = 0; form < 4; ++form) {
     GradScaler own({.init_scale = 64.});
@@ -277,7 +277,7 @@ TEST_P(StepOrder, AClipBeforeBackwardIsToldOnce) {
   }
 }
 
-TEST_P(StepOrder, AClipBeforeBackwardIsNotToldWhereAnotherComesAfter) {
+TEST_P(StepOrder, AClipBeforeBackwardIsNotReportedIfAnotherComesAfter) {
   for (int form = 0; form < 4; ++form) {
     optimizer->zero_grad();
     torchamp::clip_grad_norm_(*optimizer, 1.);
@@ -294,7 +294,7 @@ TEST_P(StepOrder, AClipBeforeBackwardIsNotToldWhereAnotherComesAfter) {
   EXPECT_THAT(warnings.text(), IsEmpty());
 }
 
-TEST_P(StepOrder, AClipBeforeUnscaleIsTold) {
+TEST_P(StepOrder, AClipBeforeUnscaleIsReported) {
   scaler.scale(loss_of(w)).backward();
   torchamp::clip_grad_norm_(*optimizer, 1.);
   scaler.unscale_(*optimizer);
@@ -370,7 +370,7 @@ TEST_P(StepOrder, GradientsThatAreUnscaledWithinABackwardMayBeChangedThere) {
   EXPECT_TRUE(scaler.step(*optimizer));
 }
 
-TEST_P(StepOrder, DiscardForgetsWhatAScaledBackwardHasAddedToAlsoWhereTheGradientStays) {
+TEST_P(StepOrder, DiscardForgetsScaledGradientsEvenIfTheyStay) {
   scaler.scale(loss_of(w)).backward();
   scaler.unscale_(*optimizer);
   scaler.scale(loss_of(w)).backward();

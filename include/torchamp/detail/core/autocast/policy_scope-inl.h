@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What is put into a thread's slot, and how it is taken out again.
+// How a policy is put into a thread's slot, and how it is removed.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -33,10 +33,9 @@ TORCHAMP_BODY PolicyScope::~PolicyScope() {
 
 TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
   if (!is_on_its_thread()) {
-    warn_in_destructor(
-        {guard,
-         ": destroyed by another thread than the one that made it, so that thread's state was not "
-         "restored. Keep a guard in the scope that it covers."});
+    warn_in_destructor({guard,
+                        ": destroyed by another thread than the thread that made it, whose state "
+                        "was not restored. Make the guard a local variable."});
     return false;
   }
   if (ours_ != nullptr) end();
@@ -66,9 +65,9 @@ struct ThreadSlot {
   std::shared_ptr<c10::DebugInfoBase> info;
 };
 
-/// Takes the calling thread's uppermost slot away. LibTorch does not tell its kind, and _pop()
-/// throws if it is not the given one, before it changes anything: so all known kinds are tried.
-/// Nothing if it is none of these: the slot stays.
+/// Removes the calling thread's uppermost slot. LibTorch does not report the slot's kind, and
+/// _pop() of another kind throws before it changes anything: so all known kinds are tried. If the
+/// kind is unknown, the slot stays, and the result is empty.
 inline std::optional<ThreadSlot> pop_slot() {
   using Kind = c10::DebugInfoKind;
   for (const Kind kind :
@@ -84,10 +83,10 @@ inline std::optional<ThreadSlot> pop_slot() {
 }
 
 // Note [Slots pushed inside a scope]
-// A profiler that is started inside a scope and outlives it has its slot above ours. Its node has a
-// share in ours, so it is taken off, and a new node with the same slot is put on what was below us.
-// Where ours is not there, or not found below a slot of an unknown kind, what lies above is
-// dropped: it mostly belongs to a state that has been left.
+// If a profiler starts inside a scope and outlives it, its slot is above ours. Its node refers to
+// our node. So it is removed, and a new node with the same slot is pushed on the node below ours.
+// If our node is missing, or is below a slot of an unknown kind, the slots above are dropped: they
+// mostly belong to a state that has already ended.
 TORCHAMP_BODY void PolicyScope::end_below_others() {
   using Info = c10::ThreadLocalDebugInfo;
   std::vector<ThreadSlot> above;  // the uppermost first

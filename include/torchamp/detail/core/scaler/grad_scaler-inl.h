@@ -40,7 +40,7 @@ inline Findings findings_of(StepLedger& ledger, LossScale& scale) {
     OptimizerState& state = entry.state;
     if (state.stage == OptimizerState::Stage::ready) continue;
     agree(state, scale);
-    // Processes that have agreed make the same update, also one that has no gradients itself.
+    // Processes that have agreed make the same update, even a process without gradients.
     if (!state.had_gradients && !has_others(state, scale.options())) continue;
     const std::optional<bool> flag = state.found_inf.without_reading();
     found.known &= flag.has_value();
@@ -182,7 +182,8 @@ TORCHAMP_BODY void GradScaler::update() {
   {
     const detail::InternalOps guard;
     const detail::Findings found = detail::findings_of(ledger_, scale_);
-    // A device changes the scale in place, which results of earlier steps may still be asked for.
+    // A device changes the scale in place, but the program may still query results of earlier
+    // steps.
     if (!found.flags.empty() && !scale_.knows(found)) ledger_.keep_results();
     met = scale_.update(found);
   }
