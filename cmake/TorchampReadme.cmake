@@ -4,7 +4,8 @@
 #   ```cpp   with an int main: a separate program, built and run. If the next block is ```text, the program
 #            must print it; numbers may differ by a tenth. Without an int main: the body of a function, which
 #            may use the names of readme/prelude.h. All bodies are compiled in one file, after their #include
-#            lines. Bodies with distributed/process_group.h need Gloo's headers.
+#            lines. Blocks with distributed/process_group.h need Gloo's headers. A program with it runs in two
+#            processes. A program with USE_NCCL is also compiled with this macro.
 #   ```cpp run: such a body, compiled and run.
 #   ```diff  without @@: such a body before and after the change.
 #   ```cmake a project with a main.cpp, configured against this source tree.
@@ -81,6 +82,26 @@ macro(_torchamp_readme_target name)
   torchamp_warnings(${name})
   target_compile_options(${name} PRIVATE -Wno-unused -Wno-shadow)
 endmacro()
+
+# A program with USE_NCCL: runs on the simulated devices if there are any. Otherwise headers_test compiles it.
+function(_torchamp_readme_nccl target source)
+  get_target_property(cuda torchamp::libtorch TORCHAMP_CUDA_HEADERS)
+  find_path(nccl nccl.h PATHS ${cuda} NO_DEFAULT_PATH NO_CACHE)
+  if(NOT nccl)
+    return()
+  endif()
+  if(TORCHAMP_CUDA_ON_HOST)
+    target_compile_definitions(${target} PRIVATE USE_NCCL)
+    set_property(TEST ${target} APPEND PROPERTY ENVIRONMENT CUDA_ON_HOST_DEVICES=2)
+    return()
+  endif()
+  add_library(${target}_nccl OBJECT EXCLUDE_FROM_ALL ${source})
+  target_link_libraries(${target}_nccl PRIVATE torchamp::torchamp)
+  target_include_directories(${target}_nccl SYSTEM PRIVATE ${cuda})
+  target_compile_definitions(${target}_nccl PRIVATE USE_NCCL)
+  torchamp_warnings(${target}_nccl)
+  add_dependencies(headers_test ${target}_nccl)
+endfunction()
 
 # Sets `name` to the beginning of the names of the tests of `file`: readme, examples_readme.
 function(_torchamp_readme_name name file)

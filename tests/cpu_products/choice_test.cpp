@@ -14,6 +14,7 @@
 #include <limits>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "support/expect_error.h"
 #include "support/warnings.h"
