@@ -59,7 +59,8 @@ struct StepCounter final : ReplayedState {
     learn();
     return may_be_first();
   }
-  bool wants_look() const override { return may_be_first() && !asked; }
+  /// A CPU's count is at hand.
+  bool wants_look() const override { return may_be_first() && !asked && !value.is_cpu(); }
   /// Has the host learn, some time later, whether there was one. Waits for nobody.
   void look() override {
     if (!wants_look()) return;
