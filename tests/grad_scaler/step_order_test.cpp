@@ -149,6 +149,14 @@ TEST_P(StepOrder, AClipOfScaledGradientsIsToldOnce) {
   EXPECT_EQ(times_told(warnings.text(), clipped_scaled), 1U) << warnings.text();
 }
 
+TEST_P(StepOrder, AClipOfScaledGradientsIsToldThoughAClipWithTheScalerFollows) {
+  scaler.scale(loss_of(w)).backward();
+  torchamp::clip_grad_norm_(*optimizer, 1.);
+  torchamp::clip_grad_norm_(scaler, *optimizer, 0.5);
+  scaler.step(*optimizer);
+  EXPECT_EQ(times_told(warnings.text(), clipped_scaled), 1U) << warnings.text();
+}
+
 TEST_P(StepOrder, AClipOfScaledParametersOrValuesIsTold) {
   for (int form = 0; form < 3; ++form) {
     GradScaler own({.init_scale = 64.});
