@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# What .ci/run and .ci/nightly share: parts with a limit each, and a line for each at the end. Source it in the
-# repository's root.
+# Functions of .ci/run and .ci/nightly: parts with a time limit each, and a line for each part at the end. Source it in
+# the repository's root.
 exec </dev/null
 export CI=true  # warnings are errors
 
 title() { printf '\n==== %s (%d s)\n' "$*" "$SECONDS"; }
 
-# install_missing PACKAGE…: Debian's packages that are missing.
+# install_missing PACKAGE…: installs Debian's packages that are missing.
 install_missing() {
   local package missing=() as_root=()
   for package in "$@"; do
@@ -20,11 +20,11 @@ install_missing() {
     >/dev/null
 }
 
-# What all tests and examples need.
+# The packages that all tests and examples need.
 packages=(git g++ clang clang-format clang-tidy cmake make python3-venv libgtest-dev libgmock-dev libpng-dev
   libbenchmark-dev libgloo-dev dataset-fashion-mnist doxygen pkgconf)
 
-# Compilers are several times as fast with huge pages if memory is slow.
+# If memory is slow, compilers are several times as fast with huge pages.
 huge_pages() {
   local pages=/sys/kernel/mm/transparent_hugepage/enabled
   if [ -w $pages ]; then echo always >$pages || true; fi

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# torchamp_add_docs(): the target `docs`, which makes build/…/docs/html with Doxygen, a folder that any static host serves:
-# README as the front page, the gallery, the guide, and a page for each public header, in the order below, with a search. A public name that is not documented is an
-# error. Nothing else needs Doxygen: where it is missing, the target says so.
+# torchamp_add_docs(): the target `docs`, which writes build/…/docs/html with Doxygen. Any static host can serve this
+# folder. It has README as the front page, the gallery, the guide, and a page for each public header, in the order
+# below, with a search. A public name that is not documented is an error. Only this target needs Doxygen. If Doxygen is
+# missing, the target reports this.
 
 include(${CMAKE_CURRENT_LIST_DIR}/TorchampMarkdown.cmake)
 
 # The Markdown pages, in order; other pages of the guide follow.
 set(_torchamp_docs_guide
-    install training-step guards scaler optimizers cuda-graphs porting custom-ops faster-models recipes troubleshooting mistakes diagnosis
+    install training-step guards caches scaler optimizers cuda-graphs porting custom-ops faster-models recipes troubleshooting mistakes diagnosis
     audit policies fp8 memory processes checkpoints labs measured contributors)
 
 # The headers' pages, in order.
@@ -20,7 +21,7 @@ set(_torchamp_docs_headers
     accumulate optim muon_options split_for_muon lr_scheduler scaled_step clip_grad cuda_graph
     # Models
     custom_function recompute master_weights
-    # To look at
+    # Diagnosis
     overflow_report non_finite_op
     # Files and processes
     training_checkpoint python_state distributed/process_group distributed/nccl distributed/data_parallel
@@ -43,8 +44,9 @@ function(_torchamp_docs_name page file)
   set(${page} ${name} PARENT_SCOPE)
 endfunction()
 
-# Writes `file`, one of `pages`, for Doxygen. A heading gets the anchor that GitHub gives it, after its page's name; the
-# page's own is its name. Links to pages and headers become references, other links relative to the top folder.
+# Writes `file`, one of `pages`, for Doxygen. The anchor of a heading is the page's name, then GitHub's anchor. The
+# anchor of a page is its name. Links to pages and headers become references. Other links become relative to the top
+# folder.
 function(_torchamp_docs_page file to pages)
   set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS ${PROJECT_SOURCE_DIR}/${file})
   torchamp_markdown_lines(lines ${PROJECT_SOURCE_DIR}/${file})
@@ -94,7 +96,7 @@ function(_torchamp_docs_page file to pages)
     endif()
     string(APPEND result "${line}\n")
   endforeach()
-  # Doxygen takes other Markdown files for pages of its own.
+  # Doxygen treats other Markdown files as separate pages.
   string(REGEX REPLACE "@OPEN@([^@]+)@CLOSE@[(]([^:)#]+[.]md)[)]" "<a href=\"\\2\">\\1</a>" result "${result}")
   torchamp_markdown_text(result "${result}")
   file(WRITE ${to} "${result}")
@@ -123,7 +125,7 @@ function(torchamp_add_docs)
     list(APPEND pages ${folder}/pages/${name}.md)
   endforeach()
 
-  # The list of headers, each with the line that says what it is for.
+  # The list of headers, each with the line that states its purpose.
   set(index "# Headers {#headers}\n\n| header | what it is for |\n|---|---|\n")
   set(inputs "")
   get_target_property(public torchamp HEADER_SET)
@@ -171,7 +173,7 @@ function(torchamp_add_docs)
   set(DOXYGEN_HIDE_FRIEND_COMPOUNDS YES)
   set(DOXYGEN_SHOW_INCLUDE_FILES NO)
   set(DOXYGEN_HTML_EXTRA_STYLESHEET ${PROJECT_SOURCE_DIR}/cmake/docs.css)
-  set(DOXYGEN_INPUT_FILTER "sed -E 's/^.*= (delete|default).$//'")  # says all by itself
+  set(DOXYGEN_INPUT_FILTER "sed -E 's/^.*= (delete|default).$//'")  # needs no comment
   list(POP_FRONT pages front gallery)
   doxygen_add_docs(docs ${front} ${folder}/pages/headers.md ${gallery} ${pages} ${inputs}
                    COMMENT "The reference: ${folder}/html/index.html")

@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: BSD-3-Clause
 #
-# torchamp_find_libtorch(ERROR [FETCH]): makes the target torchamp::libtorch from the first of
+# torchamp_find_libtorch(ERROR [FETCH]): creates the target torchamp::libtorch from the first of
 #
-#   1. what the user points at: Torch_DIR, Torch_ROOT or CMAKE_PREFIX_PATH, as variable or, but for
-#      the first, in the environment;
-#   2. the torch of the Python that CMake finds or is told: Python3_EXECUTABLE, an active venv;
+#   1. the LibTorch that the user names: Torch_DIR, Torch_ROOT or CMAKE_PREFIX_PATH, as a variable.
+#      Torch_ROOT and CMAKE_PREFIX_PATH may also be in the environment;
+#   2. the torch of the Python that CMake finds, or of Python3_EXECUTABLE or an active venv;
 #   3. with FETCH, PyPI's wheel, by pip, in a per-user cache: ~/.cache/torchamp/libtorch-VERSION.
 #
-# On failure the variable ERROR holds a text that says what to do; it is empty on success.
+# On failure the variable ERROR holds a text with the remedy; on success it is empty.
 #
-#   TORCHAMP_LIBTORCH_VERSION  the version to fetch; a Python's torch counts only if it is this one
-#   TORCHAMP_CUDA              AUTO (where there is a device and LibTorch has a CUDA part), ON, OFF
-#   XDG_CACHE_HOME             (environment) where the cache is, instead of ~/.cache
+#   TORCHAMP_LIBTORCH_VERSION  the version to fetch; a Python's torch must have this version
+#   TORCHAMP_CUDA              AUTO (ON if there is a device and LibTorch has a CUDA part), ON, OFF
+#   XDG_CACHE_HOME             (environment) the folder of the cache, instead of ~/.cache
 #
 # Note [LibTorch by path]
-#   LibTorch's own package (find_package(Torch)) enables the CUDA language wherever it finds a
-#   toolkit, always links torch_cuda, and puts the toolkit's library folder before the wheel's:
-#   with the toolkit 13.0, programs linked neither with 2.11 nor with 2.15 (an older NCCL, no
-#   cuSPARSELt or NVSHMEM). The libraries are therefore named here by their paths: torch_cpu and
-#   c10, and for a CUDA build torch_cuda and c10_cuda. What these need besides is read from their
-#   own dynamic sections.
+#   LibTorch's own package (find_package(Torch)) enables the CUDA language if it finds a toolkit.
+#   It always links torch_cuda, and it searches the toolkit's library folder before the wheel's
+#   folder. With the toolkit 13.0, programs linked neither with 2.11 nor with 2.15 (an older NCCL,
+#   no cuSPARSELt or NVSHMEM). This file therefore names the libraries by their paths: torch_cpu
+#   and c10, and for a CUDA build torch_cuda and c10_cuda. The dynamic sections of these libraries
+#   name the other libraries that they need.
 
 set(TORCHAMP_LIBTORCH_PINNED 2.15.0)  # what is fetched
 set(TORCHAMP_LIBTORCH_MINIMUM 2.6.0)  # what is accepted
@@ -73,10 +73,10 @@ endfunction()
 # ---- 0. The compiler --------------------------------------------------------------------------------
 
 # Note [Two copies of libstdc++]
-#   A program that is linked with -static-libstdc++, or by a toolchain that has no shared libstdc++, exports its copy's
-#   functions to LibTorch, which has the shared one. Objects that one copy has made are then destroyed by the other: a
-#   program aborts with "free(): invalid pointer", often before its main(). Whether it does depends on which of these
-#   functions it uses. A link with -Wl,--exclude-libs,libstdc++.a keeps the copies apart.
+#   If a program is linked with -static-libstdc++, or by a toolchain without a shared libstdc++, it exports the functions
+#   of its copy to LibTorch. LibTorch has the shared copy. One copy then destroys objects that the other copy has created,
+#   and the program aborts with "free(): invalid pointer", often before main(). This depends on the functions that the
+#   program uses. With -Wl,--exclude-libs,libstdc++.a, a program does not export these functions.
 function(_torchamp_check_cxx_library failure)
   set(${failure} "" PARENT_SCOPE)
   if(NOT CMAKE_READELF OR NOT UNIX OR APPLE)
@@ -106,7 +106,7 @@ compiler." PARENT_SCOPE)
   endif()
 endfunction()
 
-# ---- 1. What the user points at ------------------------------------------------------------------
+# ---- 1. The LibTorch that the user names ---------------------------------------------------------
 
 # The version of the LibTorch under `prefix`; empty if there is none.
 function(_torchamp_version version prefix)
@@ -126,7 +126,7 @@ function(_torchamp_version version prefix)
 endfunction()
 
 function(_torchamp_pointed_at prefix origin failure)
-  # Torch_DIR names the folder of TorchConfig.cmake, and is also what an earlier find_package(Torch) leaves behind.
+  # Torch_DIR names the folder of TorchConfig.cmake. An earlier find_package(Torch) also sets it.
   set(pointers "")
   if(Torch_DIR)
     list(APPEND pointers "Torch_DIR=${Torch_DIR}/../../..")
@@ -148,7 +148,8 @@ function(_torchamp_pointed_at prefix origin failure)
     string(REGEX MATCH "^([^=]+)=(.*)$" pointer "${pointer}")
     set(name ${CMAKE_MATCH_1})
     set(given ${CMAKE_MATCH_2})
-    # The prefix itself, the folder it was unpacked in, or torch.utils.cmake_prefix_path.
+    # The prefix itself, the folder in which LibTorch was unpacked, or
+    # torch.utils.cmake_prefix_path.
     foreach(below IN ITEMS . libtorch torch ../..)
       cmake_path(ABSOLUTE_PATH given BASE_DIRECTORY ${CMAKE_SOURCE_DIR} NORMALIZE OUTPUT_VARIABLE dir)
       cmake_path(APPEND dir ${below})
@@ -167,7 +168,7 @@ function(_torchamp_pointed_at prefix origin failure)
       set(${origin} "from ${name}" PARENT_SCOPE)
       return()
     endforeach()
-    if(NOT name STREQUAL "CMAKE_PREFIX_PATH")  # that one may point at other packages
+    if(NOT name STREQUAL "CMAKE_PREFIX_PATH")  # CMAKE_PREFIX_PATH may name other packages
       set(${failure} "${name} is set, but there is no LibTorch in ${given}. ${_torchamp_remedy}" PARENT_SCOPE)
       return()
     endif()
@@ -181,7 +182,7 @@ macro(_torchamp_python)
   if(NOT Python3_EXECUTABLE AND Python_EXECUTABLE)
     set(Python3_EXECUTABLE ${Python_EXECUTABLE})
   endif()
-  set(Python3_FIND_STRATEGY LOCATION)  # the first one on the PATH, an active venv before all
+  set(Python3_FIND_STRATEGY LOCATION)  # the first Python on the PATH; an active venv comes first
   find_package(Python3 QUIET COMPONENTS Interpreter)
   set(python ${Python3_EXECUTABLE})
 endmacro()
@@ -219,9 +220,9 @@ endfunction()
 
 # ---- 3. PyPI -------------------------------------------------------------------------------------
 
-# Runs pip for each argument, a line of arguments, into ${cache}/${name}. Two builds at once wait
-# for each other; what an interrupted one leaves behind is never taken for the whole, since only a
-# finished folder gets its name.
+# Runs pip for each argument, a line of arguments, into ${cache}/${name}. Two builds at the same
+# time wait for each other. Only a complete folder gets its name, so an interrupted build leaves
+# nothing that a later build would use.
 function(_torchamp_fetch folder failure name megabytes)
   set(manual "Or fetch LibTorch by hand: ${_torchamp_remedy}")
   if(NOT python)
@@ -230,7 +231,7 @@ python3 python3-venv). ${manual}" PARENT_SCOPE)
     return()
   endif()
 
-  # The user's cache; with no HOME, the one that the user database names.
+  # The user's cache. Without HOME, the folder that the user database names.
   set(cache "$ENV{XDG_CACHE_HOME}")
   if(NOT IS_ABSOLUTE "${cache}")
     set(home "$ENV{HOME}")
@@ -263,7 +264,7 @@ python3 python3-venv). ${manual}" PARENT_SCOPE)
 Set XDG_CACHE_HOME to a folder that can, with ${megabytes} MB free. ${manual}" PARENT_SCOPE)
     return()
   endif()
-  if(EXISTS ${cache}/${name})  # the other build brought it
+  if(EXISTS ${cache}/${name})  # the other build has fetched it
     return()
   endif()
   file(GLOB leftovers ${cache}/partial-*)
@@ -271,7 +272,7 @@ Set XDG_CACHE_HOME to a folder that can, with ${megabytes} MB free. ${manual}" P
   file(REMOVE_RECURSE ${partial} ${leftovers})
   file(MAKE_DIRECTORY ${partial}/tmp)
 
-  # pip, or the one that a venv brings; the user's own settings hold, but for those that a --target forbids.
+  # pip, or the pip of a venv. The user's settings apply, except the settings that --target forbids.
   set(environment ${CMAKE_COMMAND} -E env --unset=PIP_PREFIX PIP_USER=0 PIP_REQUIRE_VIRTUALENV=0 TMPDIR=${partial}/tmp)
   set(pip ${python} -m pip)
   execute_process(COMMAND ${environment} ${pip} --version RESULT_VARIABLE status OUTPUT_QUIET ERROR_QUIET)
@@ -330,7 +331,8 @@ function(_torchamp_fetch_libtorch prefix failure cuda)
   set(${failure} "${why}" PARENT_SCOPE)
 endfunction()
 
-# Of what torch's wheel requires, NVIDIA's libraries alone; and the headers of CUDA that these leave out.
+# Of the requirements of torch's wheel, only NVIDIA's libraries, and the headers of CUDA that these
+# do not have.
 function(_torchamp_nvidia_requirements line partial)
   file(GLOB metadata ${partial}/unpacked/torch-*.dist-info/METADATA)
   file(STRINGS ${metadata} requirements REGEX "^Requires-Dist: (cuda-toolkit|nvidia-)")
@@ -346,7 +348,7 @@ endfunction()
 
 # ---- The target ----------------------------------------------------------------------------------
 
-# Whether TORCHAMP_CUDA, or else this machine, asks for CUDA.
+# Whether CUDA is wanted: by TORCHAMP_CUDA, or if it is AUTO, because this machine has a device.
 function(_torchamp_cuda_device result)
   if(NOT DEFINED TORCHAMP_CUDA OR TORCHAMP_CUDA STREQUAL "AUTO")
     set(${result} OFF PARENT_SCOPE)
@@ -369,8 +371,7 @@ function(_torchamp_cuda_device result)
   endif()
 endfunction()
 
-# The libraries that `library` needs (`needed`), and the folders in which it looks for them itself
-# (`folders`).
+# The libraries that `library` needs (`needed`), and the folders of its run path (`folders`).
 function(_torchamp_dynamic_section needed folders library)
   set(lines "")
   if(CMAKE_READELF)
@@ -394,8 +395,8 @@ function(_torchamp_dynamic_section needed folders library)
   set(${folders} "${existing}" PARENT_SCOPE)
 endfunction()
 
-# Where libraries are that LibTorch does not find by itself: in CUDA's toolkits, known to the loader
-# or not, and in the loader's own folders. What this machine has is not for another one.
+# The folders of libraries that LibTorch does not find by itself: CUDA's toolkits, and the loader's
+# folders. For another system, no folder of this machine is used.
 function(_torchamp_toolkit_folders folders)
   if(CMAKE_CROSSCOMPILING)
     set(result "")
@@ -432,16 +433,17 @@ function(_torchamp_toolkit_folders folders)
   set(${folders} ${result} ${loader} PARENT_SCOPE)
 endfunction()
 
-# The folders of CUDA's and NCCL's headers for a LibTorch that needs the libraries `sonames` and has
-# them in `own`, or else in `toolkit`: empty if there are none. LibTorch's binaries and headers
-# share objects whose layout depends on the versions of both, so that headers of another one write
-# past their ends: those beside the libraries come first, and other major versions do not count.
+# The folders of CUDA's and NCCL's headers for a LibTorch that needs the libraries `sonames`. Looks
+# in `own`, then in `toolkit`; empty if neither has them. The layout of some objects depends on the
+# versions of LibTorch's binaries and of these headers: with headers of another version, code writes
+# past the end of such objects. So headers next to the libraries come first, and headers of other
+# major versions are ignored.
 function(_torchamp_cuda_headers includes failure sonames own toolkit)
   set(${includes} "" PARENT_SCOPE)
   set(${failure} "" PARENT_SCOPE)
   set(nccl "")
   set(cuda "")
-  set(complete "")  # NVIDIA's wheel leaves crt/ to the toolkit or to another wheel
+  set(complete "")  # NVIDIA's wheel has no crt/; the toolkit or another wheel has it
   set(others "")
   set(major "")
   if(sonames MATCHES "libcudart[.]so[.]([0-9]+)")
@@ -477,7 +479,7 @@ function(_torchamp_cuda_headers includes failure sonames own toolkit)
       list(APPEND complete ${include})
     endif()
   endforeach()
-  # CUDA 12's wheels have a folder each, and those headers in the compiler's.
+  # Each of CUDA 12's wheels has its own folder. The compiler's wheel has crt/.
   if(cuda AND NOT complete)
     list(GET cuda 0 first)
     cmake_path(SET nvcc NORMALIZE ${first}/../../cuda_nvcc/include)
@@ -506,7 +508,7 @@ endfunction()
 function(_torchamp_import failure prefix origin cuda)
   _torchamp_version(version ${prefix})
   set(library ${prefix}/lib/lib@${CMAKE_SHARED_LIBRARY_SUFFIX})
-  if(WIN32)  # MinGW's CMake would say lib@.dll
+  if(WIN32)  # MinGW's CMake would use lib@.dll
     set(library ${prefix}/lib/@.dll)
   endif()
   set(names c10 torch_cpu)
@@ -525,7 +527,8 @@ Take another one, or configure with -DTORCHAMP_CUDA=OFF." PARENT_SCOPE)
     return()
   endif()
 
-  # What the libraries need and do not find by themselves comes from a toolkit or, for a CPU build, from PyPI.
+  # Libraries that LibTorch needs and does not find by itself come from a toolkit or, for a CPU
+  # build, from PyPI.
   set(link "")
   set(search "")
   set(absent "")
@@ -587,7 +590,8 @@ toolkit. Install torch with its dependencies (pip install torch==${version}), or
     endif()
   endif()
 
-  # An imported target's include folders are SYSTEM ones: LibTorch's warnings stay its own.
+  # An imported target's include folders are SYSTEM folders, so LibTorch's headers cause no
+  # warnings.
   add_library(torchamp::libtorch INTERFACE IMPORTED GLOBAL)
   set(includes ${prefix}/include ${prefix}/include/torch/csrc/api/include)
   set(graphs 0)
@@ -598,12 +602,12 @@ toolkit. Install torch with its dependencies (pip install torch==${version}), or
     endif()
   endif()
   target_include_directories(torchamp::libtorch INTERFACE ${includes})
-  # Not left to what else lies on the include path: without torch_cuda, nothing of it may be used.
+  # Set here, whatever is on the include path: without torch_cuda, nothing of it may be used.
   target_compile_definitions(torchamp::libtorch INTERFACE TORCHAMP_CUDA_GRAPHS=${graphs})
   target_compile_features(torchamp::libtorch INTERFACE cxx_std_20)
   target_compile_options(
     torchamp::libtorch INTERFACE $<$<CXX_COMPILER_ID:MSVC>:/Zc:__cplusplus;/Zc:preprocessor;/bigobj;/utf-8>)
-  # PyPI's LibTorch before 2.7 has std::string as it was before C++11; its own package says so.
+  # PyPI's LibTorch before 2.7 has std::string from before C++11. Its own package has this flag.
   set(old_abi FALSE)
   if(EXISTS ${prefix}/share/cmake/Torch/TorchConfig.cmake)
     file(STRINGS ${prefix}/share/cmake/Torch/TorchConfig.cmake old_abi REGEX "-D_GLIBCXX_USE_CXX11_ABI=0")
@@ -624,10 +628,11 @@ toolkit. Install torch with its dependencies (pip install torch==${version}), or
   endforeach()
   list(TRANSFORM names PREPEND torchamp:: OUTPUT_VARIABLE targets)
   target_link_libraries(torchamp::libtorch INTERFACE ${targets})
-  # Nobody calls these by name, so that the linker would leave them out. One item, so that CMake keeps it together.
+  # Nothing calls these by name, so the linker would omit them. They are one item, so that CMake
+  # does not separate them.
   if("torch_cuda" IN_LIST names)
     list(APPEND link ${torch_cuda})
-    # What NVIDIA's libraries need of each other is the loader's business, as it is in Python.
+    # The loader finds the libraries that NVIDIA's libraries need, as in Python.
     target_link_options(torchamp::libtorch INTERFACE LINKER:--allow-shlib-undefined)
   endif()
   if(link)
@@ -645,7 +650,7 @@ toolkit. Install torch with its dependencies (pip install torch==${version}), or
   message(STATUS "torchamp: LibTorch ${version} for ${mode}, ${origin}: ${prefix}")
 endfunction()
 
-# The CUDA runtime libraries that a CPU program loads only because torch_cpu names them: two small
+# The CUDA runtime libraries that torch_cpu names, so that a CPU program loads them: two small
 # wheels.
 function(_torchamp_runtime_libraries files failure sonames)
   set(requirements "")

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# What TorchampReadme.cmake and TorchampDocs.cmake need of a Markdown file: its lines, and the anchors of its headings.
+# Functions for TorchampReadme.cmake and TorchampDocs.cmake: the lines of a Markdown file, and the anchors of its
+# headings.
 
-# Sets `lines` to the lines of `file`. What CMake would read as its own syntax is replaced: see torchamp_markdown_text.
+# Sets `lines` to the lines of `file`. Characters of CMake's own syntax are replaced: see torchamp_markdown_text.
 function(torchamp_markdown_lines lines file)
   file(READ ${file} text)
   string(REPLACE ";" "@SEMICOLON@" text "${text}")
@@ -12,7 +13,7 @@ function(torchamp_markdown_lines lines file)
   set(${lines} "${text}" PARENT_SCOPE)
 endfunction()
 
-# Sets `text` to what `line` was in the file.
+# Sets `text` to the text of `line` in the file.
 function(torchamp_markdown_text text line)
   string(REPLACE "@BACKSLASH@" "\\" line "${line}")
   string(REPLACE "@OPEN@" "[" line "${line}")
@@ -21,7 +22,7 @@ function(torchamp_markdown_text text line)
   set(${text} "${line}" PARENT_SCOPE)
 endfunction()
 
-# Sets `anchor` to the anchor that GitHub gives the heading `line`, or to "" if `line` is no heading.
+# Sets `anchor` to GitHub's anchor of the heading `line`, or to "" if `line` is no heading.
 function(torchamp_markdown_anchor anchor line)
   set(found "")
   if(line MATCHES "^#+ (.+)$")

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # torchamp_add_readme_test(FILE…): every code block of these Markdown files is compiled or configured.
 #
-#   ```cpp   with an int main: a program of its own, built and run; if the next block is ```text, that is
-#            what it prints, numbers to within a tenth. Without: the body of a function that sees the
-#            names of readme/prelude.h, its #include lines apart. All of these in one file, compiled.
-#            Those with distributed/process_group.h need Gloo's headers. ```cpp run: such a body, also run.
-#   ```diff  without @@: such a body before and after.
+#   ```cpp   with an int main: a separate program, built and run. If the next block is ```text, the program
+#            must print it; numbers may differ by a tenth. Without an int main: the body of a function, which
+#            may use the names of readme/prelude.h. All bodies are compiled in one file, after their #include
+#            lines. Bodies with distributed/process_group.h need Gloo's headers.
+#   ```cpp run: such a body, compiled and run.
+#   ```diff  without @@: such a body before and after the change.
 #   ```cmake a project with a main.cpp, configured against this source tree.
 #   ```sh    its `--preset NAME`s must exist in CMakePresets.json.
 #
@@ -13,8 +14,8 @@
 
 include(${CMAKE_CURRENT_LIST_DIR}/TorchampMarkdown.cmake)
 
-# Sets `blocks` to the numbers of the first lines of the blocks of `file` in `language`, block_LINE to their texts, and
-# run_LINE to " run" where they are to be run.
+# Sets `blocks` to the numbers of the first lines of the blocks of `file` in `language`, and block_LINE to their texts.
+# Sets run_LINE to " run" if the block must be run.
 macro(_torchamp_readme_blocks blocks file language)
   torchamp_markdown_lines(readme ${file})
   set(${blocks} "")
@@ -42,7 +43,7 @@ macro(_torchamp_readme_blocks blocks file language)
   endforeach()
 endmacro()
 
-# Sets `output` to the block ```text of `file` that is the next one after that of line `begin`, or to "".
+# Sets `output` to the next block after the block of line `begin` of `file`, if it is a ```text block, or to "".
 function(_torchamp_readme_output output file begin)
   torchamp_markdown_lines(lines ${file})
   list(SUBLIST lines ${begin} -1 lines)
@@ -73,7 +74,7 @@ macro(_torchamp_readme_body kind name file line text)
   string(APPEND ${kind}_bodies "\nvoid ${name}() {\n#line ${line} \"${file}\"\n${body}}\n")
 endmacro()
 
-# A target with the bodies of that kind.
+# A target with the bodies of this kind.
 macro(_torchamp_readme_target name)
   target_link_libraries(${name} PRIVATE torchamp_test_support)
   target_precompile_headers(${name} REUSE_FROM torchamp_test_support)
@@ -81,7 +82,7 @@ macro(_torchamp_readme_target name)
   target_compile_options(${name} PRIVATE -Wno-unused -Wno-shadow)
 endmacro()
 
-# Sets `name` to what tests of the blocks of `file` begin with: readme, examples_readme.
+# Sets `name` to the beginning of the names of the tests of `file`: readme, examples_readme.
 function(_torchamp_readme_name name file)
   string(TOLOWER "${file}" file)
   string(REGEX REPLACE "[.]md$" "" file "${file}")
@@ -226,7 +227,8 @@ function(torchamp_add_readme_test)
   add_test(NAME figures_accept COMMAND figures ${pages}/right.md)
   add_test(NAME figures_refuse COMMAND ${CMAKE_COMMAND} -DPAGES=${pages} -P ${pages}/refuse.cmake -- $<TARGET_FILE:figures>)
   add_test(NAME options_in_guide COMMAND ${CMAKE_COMMAND} -P ${PROJECT_SOURCE_DIR}/tests/readme/options.cmake)
-  set_tests_properties(figures figures_accept figures_refuse options_in_guide PROPERTIES LABELS readme)
+  add_test(NAME gallery COMMAND ${CMAKE_COMMAND} -P ${PROJECT_SOURCE_DIR}/tests/readme/gallery.cmake)
+  set_tests_properties(figures figures_accept figures_refuse options_in_guide gallery PROPERTIES LABELS readme)
 
   file(CONFIGURE OUTPUT ${folder}/bodies.cpp @ONLY CONTENT "#include \"readme/prelude.h\"
 @compiled_includes@

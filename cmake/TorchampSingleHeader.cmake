@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Writes torchamp.h and all of torchamp's headers that it includes as one file, which stands alone.
+# Writes torchamp.h, and all headers of torchamp that it includes, as one file without other headers of torchamp.
 #
 #   cmake -DSOURCE=DIR -DOUTPUT=FILE -P TorchampSingleHeader.cmake
 #
-# Each header is put where it is included first. LibTorch's and the standard's headers are included once, but for those
-# in an #if, which stay where they are. The file is header-only: what TORCHAMP_BODIES leaves out elsewhere is in it.
+# Each header is inserted at its first include. LibTorch's and the standard's headers are included once. Includes in an
+# #if stay where they are. The file is header-only: it has the code of the -inl.h headers.
 
 cmake_minimum_required(VERSION 3.25)
 include(${CMAKE_CURRENT_LIST_DIR}/TorchampMarkdown.cmake)
@@ -21,7 +21,7 @@ function(append_header header)
   endif()
   set_property(GLOBAL APPEND PROPERTY ours ${header})
   torchamp_markdown_lines(lines ${SOURCE}/include/${header})
-  set(conditions "")  # the open #ifs, innermost first: `kept`, or `true`, which holds here and is left out
+  set(conditions "")  # the open #ifs, innermost first: `kept`, or `true`, whose condition is true here and which is omitted
   set(kept 0)         # how many of them are kept
   set(piece "")
   set(empty ON)
@@ -63,7 +63,7 @@ function(append_header header)
         math(EXPR kept "${kept} - 1")
       endif()
     endif()
-    if(line STREQUAL "" AND empty)  # a block of includes left it
+    if(line STREQUAL "" AND empty)  # from a block of includes
       continue()
     endif()
     string(APPEND piece "${line}\n")
@@ -75,7 +75,7 @@ function(append_header header)
   set_property(GLOBAL APPEND_STRING PROPERTY text "${piece}")
 endfunction()
 
-append_header(torchamp/version.h)  # whose errors come before those of LibTorch's headers
+append_header(torchamp/version.h)  # its errors come before the errors of LibTorch's headers
 append_header(torchamp/torchamp.h)
 get_property(text GLOBAL PROPERTY text)
 torchamp_markdown_text(text "${text}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# What tests/CMakeLists.txt is written with.
+# The functions that tests/CMakeLists.txt calls.
 
-# ---- GoogleTest: the sources that the user names, or installed, or Debian's sources ---------------
+# ---- GoogleTest: the sources that the user names, an installed one, or Debian's sources -----------
 
 function(torchamp_find_googletest)
   if(TARGET GTest::gmock_main)
@@ -36,18 +36,18 @@ endfunction()
 
 # ---- Tests ----------------------------------------------------------------------------------------
 
-# Has all of a target's files compiled as one: what they include costs more than they do.
+# Compiles all files of a target as one, because their includes take longer to compile than the
+# files.
 option(TORCHAMP_UNITY_TESTS "Compile all files of a test program as one" ON)
 function(torchamp_unity target)
   set_target_properties(${target} PROPERTIES UNITY_BUILD ${TORCHAMP_UNITY_TESTS} UNITY_BUILD_BATCH_SIZE 0)
-  if(TORCHAMP_UNITY_TESTS AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")  # each would be in the main file
+  if(TORCHAMP_UNITY_TESTS AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")  # without unity, each file is the main file
     target_compile_options(${target} PRIVATE -Wno-subobject-linkage)
   endif()
 endfunction()
 
-# What every test binary shares: the precompiled <torch/torch.h> and GoogleTest, and an object file
-# that includes the umbrella header alone, so that each test is also a check of the one-definition
-# rule.
+# Every test program uses these: the precompiled <torch/torch.h> and GoogleTest, and an object file
+# that only includes the umbrella header. So each test also checks the one-definition rule.
 function(torchamp_test_support)
   add_library(torchamp_test_support OBJECT support/umbrella.cpp)
   target_link_libraries(torchamp_test_support PUBLIC ${torchamp} GTest::gmock_main)
@@ -56,7 +56,7 @@ function(torchamp_test_support)
   torchamp_warnings(torchamp_test_support)
 endfunction()
 
-# The accelerator of tests/simulated_device/device.h, of which every test that links it has one.
+# The accelerator of tests/simulated_device/device.h. Every test that links it has one accelerator.
 function(torchamp_simulated_device)
   file(GLOB sources CONFIGURE_DEPENDS simulated_device/*.cpp)
   list(FILTER sources EXCLUDE REGEX "_test[.]cpp$")
@@ -66,7 +66,7 @@ function(torchamp_simulated_device)
   target_compile_features(torchamp_simulated_device PUBLIC cxx_std_20)
   torchamp_warnings(torchamp_simulated_device)
   torchamp_unity(torchamp_simulated_device)
-  # Of Windows's headers, which define many names.
+  # For Windows's headers, which define many names.
   set_source_files_properties(simulated_device/pages.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
   # LibTorch's macros for autocast kernels
   if(NOT MSVC)
@@ -76,13 +76,13 @@ endfunction()
 
 # torchamp_add_tests(NAME [FILES file…] [FOLDER folder] [INTERNALS file…] [SHARDS n] [IN_ORDER]
 #                    [NO_PCH] [SIMULATED] [LINKS target…] [DEFINITIONS NAME=VALUE…]):
-# builds folder/file_test.cpp (the folder is NAME), and internals/file_test.cpp of what names
-# torchamp::detail, as the program NAME_test and runs it from this folder, its tests dealt out over
-# n entries of CTest (1). IN_ORDER: in the order in which they are written, also where GTEST_SHUFFLE
-# is set. OpenMP's threads sleep while they wait: tests run side by side, and what spins takes the
-# others' cores. NO_PCH: with other compiler flags than the precompiled header's. SIMULATED: with
-# the simulated accelerator; where a CUDA device takes its place, it has a run of its own. The limit
-# is for machines that are ten times as slow as ours.
+# builds folder/file_test.cpp (by default the folder is NAME), and internals/file_test.cpp of the
+# INTERNALS, which name torchamp::detail, as the program NAME_test. CTest runs it from this folder
+# in n entries (by default 1), which share its tests. IN_ORDER: runs the tests in the order of the
+# source, even if GTEST_SHUFFLE is set. NO_PCH: without the precompiled header, for other compiler
+# flags. SIMULATED: with the simulated accelerator; if a CUDA device replaces it, in a separate run.
+# OpenMP's threads sleep while they wait: tests run at the same time, and a spinning thread would
+# take a core from another test. The time limit is for machines that are ten times as slow as ours.
 function(torchamp_add_tests name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "IN_ORDER;NO_PCH;SIMULATED" "FOLDER;SHARDS" "FILES;INTERNALS;LINKS;DEFINITIONS")
   if(NOT arg_FOLDER)
@@ -119,7 +119,7 @@ function(torchamp_add_tests name)
     if(arg_IN_ORDER)
       set_property(TEST ${test} APPEND PROPERTY ENVIRONMENT GTEST_SHUFFLE=0)
     endif()
-    if(TORCHAMP_REQUIRE_CUDA)  # the reason that tests/support/devices.h gives
+    if(TORCHAMP_REQUIRE_CUDA)  # the reason in tests/support/devices.h
       set_tests_properties(${test} PROPERTIES FAIL_REGULAR_EXPRESSION "sees no CUDA device")
     endif()
   endforeach()
@@ -139,8 +139,8 @@ function(torchamp_add_script_test name script)
   set_tests_properties(${name} PROPERTIES LABELS "${arg_LABELS}")
 endfunction()
 
-# Sets `command` to what compiles a file against torchamp without output, warnings that matter being
-# errors.
+# Sets `command` to a command that compiles a file against torchamp without output, and with
+# important warnings as errors.
 function(torchamp_syntax_command command)
   get_target_property(includes torchamp::libtorch INTERFACE_INCLUDE_DIRECTORIES)
   list(TRANSFORM includes PREPEND -isystem)
@@ -149,7 +149,7 @@ function(torchamp_syntax_command command)
 endfunction()
 
 # torchamp_add_compile_fail_test(NAME): compile_fail/NAME.cpp must not compile, for the reason that
-# it names. A self check is a case about which the harness must complain with the given text.
+# it names. For a self check, the test of the file must fail with the given text.
 function(torchamp_add_compile_fail_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "SELF_CHECK" "")
   torchamp_syntax_command(command)
@@ -161,14 +161,15 @@ function(torchamp_add_compile_fail_test name)
   endif()
 endfunction()
 
-# The target headers_test: every header compiled alone, twice in its file, and all of these files
-# linked into one program. It takes as long as a third of the tests, so it is built on request.
+# The target headers_test: every header is compiled alone, included twice in a file. All of these
+# files are linked into one program. It takes as long as a third of the tests, so it is built only
+# on request.
 function(torchamp_add_header_test)
   get_target_property(headers torchamp HEADER_SET)
   set(sources headers/main.cpp)
   set(alone ${headers})
   find_path(gloo gloo/rendezvous/store.h NO_CACHE)
-  if(NOT gloo)  # process_group.h says so, in an error
+  if(NOT gloo)  # process_group.h has an error for this
     message(STATUS "Gloo's headers not found (apt install libgloo-dev): distributed_test will skip")
     list(FILTER alone EXCLUDE REGEX "/process_group[.]h$")
   endif()
@@ -180,7 +181,7 @@ function(torchamp_add_header_test)
     configure_file(headers/alone.cpp.in headers/${name}.cpp @ONLY)
     list(APPEND sources ${CMAKE_CURRENT_BINARY_DIR}/headers/${name}.cpp)
   endforeach()
-  # The target public_headers: all public headers in one file, for a quick look at a LibTorch.
+  # The target public_headers: all public headers in one file, for a quick check of a LibTorch.
   list(FILTER alone EXCLUDE REGEX "/detail/|/compiled[.]h$")
   list(TRANSFORM alone REPLACE "^${PROJECT_SOURCE_DIR}/include/(.*)$" "#include \"\\1\"\n")
   list(JOIN alone "" includes)
@@ -193,7 +194,7 @@ function(torchamp_add_header_test)
   target_link_libraries(headers_test PRIVATE torchamp::torchamp)
   torchamp_warnings(headers_test)
   target_compile_options(headers_test PRIVATE -Wconversion)
-  # What needs the headers of CUDA and NCCL is compiled wherever they are, also for a CPU.
+  # Files that need the headers of CUDA and NCCL are compiled if these are found, even for a CPU.
   get_target_property(cuda torchamp::libtorch TORCHAMP_CUDA_HEADERS)
   find_path(nccl nccl.h PATHS ${cuda} NO_DEFAULT_PATH NO_CACHE)
   if(nccl)
@@ -212,12 +213,13 @@ function(torchamp_add_header_test)
                                 -DBUILD=${CMAKE_CURRENT_BINARY_DIR}/headers)
 endfunction()
 
-# torchamp_add_consume_test(HOW): the same small program, with torchamp got in the way HOW.
+# torchamp_add_consume_test(HOW): the same small program, which gets torchamp in the way HOW.
 function(torchamp_add_consume_test how)
   get_target_property(prefix torchamp::libtorch TORCHAMP_PREFIX)
   set(args -DCMAKE_CXX_COMPILER=${CMAKE_CXX_COMPILER} -DCMAKE_CXX_FLAGS=${CMAKE_CXX_FLAGS}
            -DCMAKE_BUILD_TYPE=${CMAKE_BUILD_TYPE} -DTORCHAMP_CUDA=${TORCHAMP_CUDA} -G${CMAKE_GENERATOR})
-  # What a compiler without CMake must be told of this LibTorch: its strings, and libraries that it does not find itself.
+  # Flags that a compiler without CMake needs for this LibTorch: the ABI of its strings, and
+  # libraries that it does not find.
   get_target_property(link torchamp::libtorch INTERFACE_LINK_LIBRARIES)
   list(FILTER link INCLUDE REGEX "^/")
   set(link_flags -Wl,--no-as-needed ${link})

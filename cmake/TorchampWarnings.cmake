@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# The warnings of our own tests and examples; users never see them.
+# The warnings for torchamp's own tests and examples. Projects that use torchamp do not get them.
 
 function(torchamp_warnings target)
   if(MSVC)

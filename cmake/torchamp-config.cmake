@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# find_package(torchamp [COMPONENTS …]): the targets torchamp::torchamp, torchamp::library and torchamp::compiled, over
-# torchamp::libtorch, the LibTorch that TorchampLibTorch.cmake finds, or fetches where the package is REQUIRED. Targets of
-# the project that know nothing of torchamp link it as TORCH_LIBRARIES, as after find_package(Torch).
+# find_package(torchamp [COMPONENTS …]): the targets torchamp::torchamp, torchamp::library and torchamp::compiled. They
+# link torchamp::libtorch, the LibTorch that TorchampLibTorch.cmake finds. If the package is REQUIRED, it also fetches
+# LibTorch. The project's targets without torchamp link TORCH_LIBRARIES, as after find_package(Torch).
 #
 #   libtorch   torchamp::libtorch alone
 #   headers    also torchamp::torchamp

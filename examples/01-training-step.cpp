@@ -38,6 +38,6 @@ int main() {
     }
     train.finish();
   }
-  support::check(train.steps() == 120, "each epoch has taken two steps");
+  support::check(train.steps() == 120, "each epoch takes two steps");
   support::check(error() < first / 20., "the error has fallen to less than a twentieth");
 }

@@ -117,12 +117,12 @@ int main() {
           torch::kCPU, {.dtype = torch::kHalf, .policy = torchamp::Policy::torch()});
       const std::string text = error_of(wrong);
       std::cout << text << "\n";
-      support::check(text == says, "that is what LibTorch says");
+      support::check(text == says, "LibTorch's error is as the guide quotes it");
     }
     torchamp::AutocastGuard autocast(torch::kCPU, torch::kHalf);
     const std::string text = error_of(wrong);
-    support::check(cured == (text == "no error"),
-                   cured ? "not under the standard policy" : "there, too");
+    support::check(cured == (text == "no error"), cured ? "the standard policy avoids the error"
+                                                        : "the standard policy keeps the error");
     support::check(right().isfinite().all().item<bool>(), "the remedy works");
   }
 }

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # cmake -DPER_CENT=2 -P compare.cmake -- program mixed_program
-# Fails unless both programs end with exit code 0 and print the same lines, with losses that are apart by no more than
-# so many per cent.
+# Fails unless both programs end with exit code 0 and print the same lines. Their losses may differ by PER_CENT.
 include(${CMAKE_CURRENT_LIST_DIR}/../support/program_arguments.cmake)
 program_arguments(programs)
 foreach(name IN ITEMS fp32 mixed)

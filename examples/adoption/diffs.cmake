@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # cmake [-DWRITE=ON] -P diffs.cmake
-# The differences between the programs here, as guide/porting.md prints them. Fails if that says otherwise, or writes
-# them there.
+# Compares the differences between the programs here with guide/porting.md. Fails if the page has other ones, or with
+# WRITE, writes them into the page.
 set(page ${CMAKE_CURRENT_LIST_DIR}/../guide/porting.md)
 file(READ ${page} text)
 set(expected "${text}")

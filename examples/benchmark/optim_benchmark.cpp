@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // What a step costs on the host, for 10, 100 and 1000 small parameters (64 elements each) and for
 // ten large ones (6400 each): LibTorch's own optimizers, the fused ones alone and under a
-// GradScaler, and clipping. optim_benchmark.py sets Python's beside them.
+// GradScaler, and clipping. optim_benchmark.py compares them with Python's.
 #include <ATen/Parallel.h>
 #include <benchmark/benchmark.h>
 #include <torch/torch.h>

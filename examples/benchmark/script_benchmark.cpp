@@ -145,7 +145,7 @@ std::vector<Subject> make_subjects(const Options& options) {
 
 // ---- Ways ---------------------------------------------------------------------------------------
 
-/// One way to run a subject. Each has a script of its own, for the JIT keeps what it has optimised.
+/// One way to run a subject. Each has its own script, because the JIT keeps optimised code.
 struct Way {
   std::string name;
   bool raw = false, eager = false;

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake -DPAGE=FILE [-DSTEPS=5] -P check_page.cmake -- COMMAND…: the command ends with exit code 0, and the page that it
-# writes has all that it should (if STEPS are given, of a log of so many), closes what it opens and refers to nothing else.
+# cmake -DPAGE=FILE [-DSTEPS=5] -P check_page.cmake -- COMMAND…: the command must end with exit code 0. Its page must
+# have all parts, close all tags and link no other file. With STEPS, the page must have a log of so many steps.
 include(${CMAKE_CURRENT_LIST_DIR}/../support/program_arguments.cmake)
 program_arguments(program)
 file(REMOVE ${PAGE})
@@ -31,7 +31,7 @@ else()
       message(FATAL_ERROR "${count} parts '${title}'")
     endif()
   endforeach()
-  # What the first steps must have filled: the programs' audits, rules, times, casts, gradients and overflows.
+  # The first steps must have filled these parts: the programs' audits, rules, times, casts, gradients and overflows.
   foreach(text IN ITEMS "<th class=\"word\">op</th>" "<th class=\"word\">gradients</th>" "<th class=\"word\">phase</th>"
                         "<th>error of the gradients</th>" "<th>infs</th>" "<svg " "<polyline points=\"[0-9]")
     string(REGEX MATCHALL "${text}" found "${page}")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # cmake -DOUT=folder -P killed.cmake -- gpt [option…]
-# Trains once to the end, and once killed as soon as there is a checkpoint and then started again. Fails unless both
-# models are the same, byte for byte.
+# Trains once to the end. Then trains again, kills the process after its first checkpoint and starts it again. Fails
+# unless the files of both models are identical.
 include(${CMAKE_CURRENT_LIST_DIR}/../support/program_arguments.cmake)
 program_arguments(gpt)
 file(REMOVE_RECURSE "${OUT}")

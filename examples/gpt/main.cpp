@@ -6,12 +6,14 @@
 #include <torchamp/torchamp.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <filesystem>
+#include <fstream>
 #include <iostream>
 #include <optional>
 #include <string>
-#include <system_error>
+#include <utility>
 #include <vector>
 
 #include "gpt/model.h"
@@ -24,19 +26,21 @@
 #include "support/drawing/plot.h"
 #include "support/drawing/png_file.h"
 #include "support/format.h"
+#include "support/make_folder.h"
 
 namespace {
 
 /// The mean loss on text that was not learnt from.
 double held_out_loss(Training& training, const Options& options, const Text& text) {
   auto& train = training.train();
-  constexpr int batches = 4;
+  const auto parts = text.held_out(/*most=*/512, options.sizes.length);
   double sum = 0.;
-  for (int i = 0; i < batches; ++i) {
-    const auto batch = text.held_out_batch(options.batch, options.sizes.length).to(train.device());
-    sum += train.evaluate([&] { return loss_of(*training.model(), batch).item<double>(); });
+  for (const auto& batch : parts.split(options.batch)) {
+    sum += static_cast<double>(batch.size(0)) * train.evaluate([&] {
+      return loss_of(*training.model(), batch.to(train.device())).item<double>();
+    });
   }
-  return sum / batches;
+  return sum / static_cast<double>(parts.size(0));
 }
 
 /// Lets the model write, after the end of a line.
@@ -84,22 +88,86 @@ void draw(const std::filesystem::path& path, const Training& training) {
   std::cout << "Wrote " << path.string() << '\n';
 }
 
-void make_folder(const std::filesystem::path& folder) {
-  std::error_code error;
-  std::filesystem::create_directories(folder, error);
-  if (error) {
-    throw support::UsageError("--out: cannot make the folder '" + folder.string() +
-                              "': " + error.message());
+void print_about(Training& training, const Options& options, const Processes& processes) {
+  std::int64_t parameters = 0;
+  for (const auto& parameter : training.model()->parameters()) parameters += parameter.numel();
+  std::cout << support::describe(options.device.chosen_device(), options.device.chosen_dtype())
+            << support::format("%lld parameters, %d process(es), %s\n",
+                               static_cast<long long>(parameters), processes.count(),
+                               options.precision.c_str());
+  if (const auto steps = training.train().steps(); steps > 0) {
+    std::cout << "Going on at step " << steps << ".\n";
   }
+  std::cout << std::endl;
+}
+
+/// Trains to the end, writes the model and a chart, and prints the losses and a sample.
+/// Returns the loss on the held-out text.
+double train(Training& training, const Options& options, const Text& text) {
+  training.run();
+  torch::save(training.model(), (options.out / "model.pt").string());
+  draw(options.out / "chart.png", training);
+  const auto speeds = to_vector(training.speeds());
+  const double held_out = held_out_loss(training, options, text);
+  std::cout << support::format("\nloss %.4f, on text held out %.4f; %.0f tokens/s in the median\n",
+                               training.losses()[-1].item<double>(), held_out,
+                               drawing::running_median(speeds, speeds.size() | 1).front());
+  if (options.sample > 0) std::cout << "\n" << sample(training, options) << "\n";
+  std::cout << std::endl;
+  return held_out;
+}
+
+/// Trains in fp32, bf16 and fp16, from the same initial weights and on the same batches. Writes
+/// losses.csv and losses.png. Returns whether the held-out losses agree.
+bool compare(const Options& options, const Text& text, Processes& processes) {
+  using namespace drawing;
+  LinePlot plot{.title = "GPT",
+                .note = "running median of 21 steps",
+                .x_label = "step",
+                .y_label = "training loss of a letter"};
+  std::ofstream csv(options.out / "losses.csv");
+  csv << "dtype,steps,held_out_loss,processor_seconds\n";
+  double fp32 = 0.;
+  bool agree = true;
+  for (const auto& [name, color] :
+       {std::pair("fp32", palette::ink), std::pair("bf16", palette::blue),
+        std::pair("fp16", palette::orange)}) {
+    Options one = options;
+    const bool is_fp32 = name == std::string("fp32");
+    one.precision = is_fp32 ? "fp32" : "mixed";
+    if (!is_fp32) one.device.dtype = name;
+    one.out = options.out / name;
+    support::make_folder(one.out);
+    Training training(one, text, processes);
+    print_about(training, one, processes);
+    const double held_out = train(training, one, text);
+    csv << support::format("%s,%lld,%.4f,%.2f\n", name, static_cast<long long>(options.steps),
+                           held_out, training.processor_seconds());
+    plot.series.push_back({.label = name,
+                           .color = color,
+                           .values = running_median(to_vector(training.losses()), 21)});
+    if (is_fp32) fp32 = held_out;
+    const bool is_near = std::abs(held_out - fp32) <= 0.05 * fp32;
+    if (!is_near) std::cout << name << ": the held-out loss differs from fp32's by over 5 %\n";
+    agree = agree && is_near;
+  }
+  if (!csv.flush()) throw support::UsageError("--out: cannot write losses.csv");
+  Canvas canvas(1000, 560, palette::paper);
+  plot.draw(canvas, {0, 0, 1000, 560});
+  write_png(options.out / "losses.png", canvas.image());
+  return agree;
 }
 
 int run(int argc, char** argv) {
   const std::optional<Options> options = parse_options(argc, argv);
   if (!options) return 0;
-  make_folder(options->out);
-  const std::string letters = read_text(options->text);
-  const Text text(letters, options->sizes.length);
+  support::make_folder(options->out);
+  const Text text(read_text(options->text), options->sizes.length);
   Processes processes;
+  if (options->all_dtypes()) {
+    if (processes.count() > 1) throw support::UsageError("--precision all: runs in one process");
+    return compare(*options, text, processes) ? 0 : 1;
+  }
   Training training(*options, text, processes);
   const bool speaks = processes.rank() == 0;
   if (!options->audit.empty()) {
@@ -110,28 +178,11 @@ int run(int argc, char** argv) {
     return 0;
   }
   if (speaks) {
-    std::int64_t parameters = 0;
-    for (const auto& parameter : training.model()->parameters()) parameters += parameter.numel();
-    std::cout << support::describe(options->device.chosen_device(), options->device.chosen_dtype())
-              << support::format("%zu letters, %lld parameters, %d process(es), %s\n",
-                                 letters.size(), static_cast<long long>(parameters),
-                                 processes.count(), options->precision.c_str());
-    if (const auto steps = training.train().steps(); steps > 0) {
-      std::cout << "Going on at step " << steps << ".\n";
-    }
-    std::cout << std::endl;
+    print_about(training, *options, processes);
+    train(training, *options, text);
+  } else {
+    training.run();
   }
-  training.run();
-  if (!speaks) return 0;
-
-  torch::save(training.model(), (options->out / "model.pt").string());
-  draw(options->out / "chart.png", training);
-  const auto speeds = to_vector(training.speeds());
-  std::cout << support::format("\nloss %.4f, on text held out %.4f; %.0f tokens/s in the median\n",
-                               training.losses()[-1].item<double>(),
-                               held_out_loss(training, *options, text),
-                               drawing::running_median(speeds, speeds.size() | 1).front());
-  if (options->sample > 0) std::cout << "\n" << sample(training, *options) << '\n';
   return 0;
 }
 

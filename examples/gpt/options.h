@@ -12,9 +12,15 @@
 #include "support/arguments.h"
 #include "support/device.h"
 
+/// Newton's Opticks, from Debian's package golang-src, if it is installed; else torchamp's guide.
+inline std::string default_text() {
+  const std::string book = "/usr/share/go/src/testdata/Isaac.Newton-Opticks.txt";
+  return std::filesystem::exists(book) ? book : GPT_GUIDE;
+}
+
 /// What the command line says.
 struct Options {
-  std::string text = GPT_LIBTORCH_HEADERS;
+  std::string text = default_text();
   GptSizes sizes;
   std::int64_t batch = 16, accumulate = 2, steps = 500, save_every = 100, sample = 400;
   std::int64_t seed = 0;
@@ -24,6 +30,7 @@ struct Options {
   std::filesystem::path out = "torchamp-gpt";
 
   bool mixed() const { return precision == "mixed"; }
+  bool all_dtypes() const { return precision == "all"; }
 };
 
 /// The options, or nothing if --help was among them. Throws support::UsageError.
@@ -36,7 +43,9 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
                                "a run before it stopped. Several processes share each batch:\n"
                                "  torchrun --nproc-per-node 2 --no-python gpt");
   arguments.add("--text", "FILE",
-                "What to learn from: a file, or the headers in a folder. Default: LibTorch's.",
+                "What to learn from: a file, or the headers and Markdown pages in a folder. "
+                "Default:\nNewton's Opticks, if Debian's package golang-src is installed, else "
+                "torchamp's guide.",
                 options.text);
   arguments.add_integer("--layers", "Default: 4.", options.sizes.layers, 1, 1000);
   arguments.add_integer("--width", "Of each layer. Default: 256.", options.sizes.width, 1, 1 << 16);
@@ -54,7 +63,11 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
   arguments.add_integer("--sample", "How many letters it writes in the end. Default: 400.",
                         options.sample, 0, 1 << 20);
   options.device.add_to(arguments);
-  arguments.add_choice("--precision", {"mixed", "fp32"}, "Default: mixed.", options.precision);
+  arguments.add_choice("--precision", {"mixed", "fp32", "all"},
+                       "all: trains in fp32, bf16 and fp16 one after the other and compares the "
+                       "losses.\nExit code 1 if the held-out losses differ by more than 5 %. "
+                       "Default: mixed.",
+                       options.precision);
   arguments.add("--audit", "FILE",
                 "Instead of training, measures which ops this model may run in 16 bits on this "
                 "machine, and writes it to FILE.",
@@ -73,7 +86,8 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
                               std::to_string(options.sizes.width));
   }
   if (!options.mixed() && !(options.audit.empty() && options.policy.empty())) {
-    throw support::UsageError("--precision fp32: has nothing to do with --audit and --policy");
+    throw support::UsageError("--precision " + options.precision +
+                              ": has nothing to do with --audit and --policy");
   }
   return options;
 }

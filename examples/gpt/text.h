@@ -13,12 +13,14 @@
 
 #include "support/arguments.h"
 
-/// The file, or all headers in the folder one after the other. Throws support::UsageError.
+/// The file, or all headers and Markdown pages in the folder one after the other. Throws
+/// support::UsageError.
 inline std::string read_text(const std::filesystem::path& path) {
   std::vector<std::filesystem::path> files;
   if (std::filesystem::is_directory(path)) {
     for (const auto& entry : std::filesystem::recursive_directory_iterator(path)) {
-      if (entry.path().extension() == ".h") files.push_back(entry.path());
+      const auto extension = entry.path().extension();
+      if (extension == ".h" || extension == ".md") files.push_back(entry.path());
     }
     std::sort(files.begin(), files.end());
   } else {
@@ -52,15 +54,19 @@ class Text {
 
   /// Random parts [batch, length + 1], by LibTorch's generator for the CPU.
   torch::Tensor batch(std::int64_t batch, std::int64_t length) const {
-    return parts(train_, batch, length);
+    return parts(train_, torch::randint(train_.size(0) - length, {batch, 1}, torch::kLong), length);
   }
-  torch::Tensor held_out_batch(std::int64_t batch, std::int64_t length) const {
-    return parts(held_out_, batch, length);
+  /// At most `most` parts, spread evenly over the held-out text: always the same.
+  torch::Tensor held_out(std::int64_t most, std::int64_t length) const {
+    const std::int64_t starts = held_out_.size(0) - length;
+    const std::int64_t count = std::min(most, (starts - 1) / length + 1);
+    const auto first = torch::arange(count).mul(starts).div(count, "floor").unsqueeze(1);
+    return parts(held_out_, first, length);
   }
 
  private:
-  static torch::Tensor parts(const torch::Tensor& text, std::int64_t batch, std::int64_t length) {
-    const auto first = torch::randint(text.size(0) - length, {batch, 1}, torch::kLong);
+  static torch::Tensor parts(const torch::Tensor& text, const torch::Tensor& first,
+                             std::int64_t length) {
     return text.index({first + torch::arange(length + 1)}).to(torch::kLong);
   }
 

@@ -14,6 +14,7 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
+#include <ctime>
 #include <memory>
 #include <numbers>
 #include <string>
@@ -61,7 +62,7 @@ class Training {
       : options_(options), text_(text), processes_(processes) {
     optimizer_.drop_gradients_after_step();
     train_.add_to(checkpoint_);
-    checkpoint_.add("losses", losses_).add("speeds", speeds_);
+    checkpoint_.add("losses", losses_).add("speeds", speeds_).add("processor", processor_);
     torch::manual_seed(static_cast<std::uint64_t>(options.seed + processes.rank()));  // of batches
     processes_.load(checkpoint_);
   }
@@ -70,6 +71,8 @@ class Training {
   torchamp::TrainingStep& train() { return train_; }
   const torch::Tensor& losses() const { return losses_; }  ///< of each step
   const torch::Tensor& speeds() const { return speeds_; }  ///< tokens per second in each step
+  /// Seconds that the host computed in all steps together.
+  double processor_seconds() const { return processor_.item<double>(); }
 
   /// Which ops may run in 16 bits, measured with one batch.
   torchamp::AuditedPolicy audit() {
@@ -93,6 +96,7 @@ class Training {
                                               options_.sizes.length * processes_.count());
     std::vector<torch::Tensor> losses;  // stay on the device: reading one would wait for it
     Clock::time_point start = Clock::now();
+    std::clock_t processor_start = std::clock();
     while (train_.steps() < options_.steps) {
       losses.push_back(train_one_step());
       const std::int64_t step = train_.steps();
@@ -104,6 +108,8 @@ class Training {
       const double speed = tokens * static_cast<double>(losses.size()) / seconds;
       append(losses_, read);
       append(speeds_, torch::full_like(read, speed));
+      processor_ +=
+          static_cast<double>(std::clock() - processor_start) / static_cast<double>(CLOCKS_PER_SEC);
       if (shows && bar.is_due(step)) {
         bar.show(step,
                  support::format("loss %.3f  %.0f tokens/s", losses_[-1].item<double>(), speed));
@@ -111,6 +117,7 @@ class Training {
       losses.clear();
       if (saves) processes_.save(checkpoint_);
       start = Clock::now();
+      processor_start = std::clock();
     }
   }
 
@@ -167,6 +174,6 @@ class Training {
   Gpt model_ = make_model();
   torchamp::FusedAdamW optimizer_{parameter_groups(model_), torch::optim::AdamWOptions(1e-3)};
   torchamp::TrainingStep train_{model_, optimizer_, step_options()};
-  torch::Tensor losses_, speeds_;
+  torch::Tensor losses_, speeds_, processor_ = torch::zeros({}, torch::kDouble);
   torchamp::TrainingCheckpoint checkpoint_{options_.out / "checkpoint.pt"};
 };

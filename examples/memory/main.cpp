@@ -1,7 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The memory of each training configuration: planned, and measured on a small transformer; then
-// plans for larger models on 1 to 1024 devices.
-//   torchrun --nproc-per-node 4 --no-python memory --out memory.png
+// plans for larger models on 1 to 1024 devices. guide/memory.md shows numbers of report.md:
+//   torchrun --nproc-per-node 4 --no-python memory --out memory.png > report.md
 #include <torch/torch.h>
 
 #include <cmath>
@@ -44,35 +44,35 @@ std::vector<Row> measure_all(const GptSizes& sizes, std::int64_t rows,
 }
 
 void print_measured(const std::vector<Row>& rows, double weights) {
-  support::Table table({"MiB", "model", "masters", "states", "gradients", "kept", "measured",
-                        "peak", "measured", "bytes per weight"});
+  support::Table table({"configuration", "model", "masters", "states", "gradients", "peak, planned",
+                        "measured", "bytes per weight"});
   for (const Row& row : rows) {
     const Bytes& planned = row.planned.weights;
     table.add({row.way.name, mebibytes(planned.model), mebibytes(planned.masters),
-               mebibytes(planned.states), mebibytes(planned.gradients), mebibytes(planned.kept()),
-               mebibytes(row.measured.kept), mebibytes(row.planned.peak),
+               mebibytes(planned.states), mebibytes(planned.gradients), mebibytes(row.planned.peak),
                mebibytes(row.measured.peak), support::format("%.1f", planned.sum() / weights)});
   }
-  std::cout << table;
+  std::cout << table.markdown();
 }
 
 /// GiB on each device, without activations and what surrounds the tensors.
 void print_plans(const std::vector<double>& billions) {
-  const std::vector<int> devices{1, 8, 64, 1024};
-  for (const double size : billions) {
-    support::Table table({support::format("%g billion weights, GiB on each of", size), "1 device",
-                          "8", "64", "1024"});
-    for (const Way& way : all_ways()) {
-      if (way.recomputed && !way.sharded) continue;  // changes activations only
-      std::vector<std::string> row{way.name};
-      for (const int count : devices) {
-        const double bytes = bytes_a_weight(way, count).sum() * size * 1e9;
+  std::vector<std::string> head{"billions of weights"};
+  for (const double size : billions) head.push_back(support::format("%g", size));
+  support::Table table(head);
+  for (const Way& way : all_ways()) {
+    if (way.autocast) continue;  // as fp32
+    for (const int devices : way.sharded ? std::vector<int>{1, 8, 64, 1024} : std::vector<int>{1}) {
+      std::vector<std::string> row{
+          way.sharded ? support::format("%s, n = %d", way.name.c_str(), devices) : way.name};
+      for (const double size : billions) {
+        const double bytes = bytes_a_weight(way, devices).sum() * size * 1e9;
         row.push_back(support::format("%.1f", bytes / (1 << 30)));
       }
       table.add(row);
     }
-    std::cout << '\n' << table;
   }
+  std::cout << table.markdown();
 }
 
 void draw(const std::vector<Row>& rows, const std::string& file) {
@@ -95,7 +95,6 @@ void draw(const std::vector<Row>& rows, const std::string& file) {
   drawing::Canvas canvas(1000, 560, drawing::palette::paper);
   bars.draw(canvas, {0, 0, 1000, 560});
   drawing::write_png(file, canvas.image());
-  std::cout << "\nsee " << file << '\n';
 }
 
 bool is_near(double planned, double measured) {
@@ -125,13 +124,18 @@ int main(int argc, char** argv) {
     const std::vector<Row> all = measure_all(sizes, rows, group);
     const Weights weights = Weights::of(sizes);
     if (group->getRank() == 0) {
-      std::cout << support::format("a transformer of %.2f million weights on %d process(es)\n\n",
-                                   (weights.narrow + weights.fp32) / 1e6, group->getSize());
+      std::cout << support::format(
+          "# Memory of training\n\nA transformer of %.2f million weights on %d process(es), in MiB "
+          "on each "
+          "process.\n\n## Measured\n\n",
+          (weights.narrow + weights.fp32) / 1e6, group->getSize());
       print_measured(all, weights.narrow + weights.fp32);
       draw(all, file);
       std::vector<double> larger{1., 7., 70.};
       if (billions > 0) larger.push_back(static_cast<double>(billions));
+      std::cout << "\n## Planned\n\nGiB on each of n devices, without activations.\n\n";
       print_plans(larger);
+      std::cout << '\n';
     }
     bool as_planned = true;
     for (const Row& row : all) {

@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake [-DPAGE=porting] [-DSOURCE=file.cpp] -P in_guide.cmake -- PROGRAM: must end with exit code 0, and guide/PAGE.md
-# must have each line of its output that does not begin with a space. Each line of C++ on the page must be one of SOURCE.
+# cmake -DPAGE=porting [-DSOURCE=file.cpp] -P in_guide.cmake -- PROGRAM: the program must end with exit code 0, and
+# guide/PAGE.md must have each line of its output that does not begin with a space. SOURCE must have each line of C++ on
+# the page.
 include(${CMAKE_CURRENT_LIST_DIR}/program_arguments.cmake)
 program_arguments(command)
-if(NOT PAGE)
-  set(PAGE porting)
-endif()
 execute_process(COMMAND ${command} OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)
 message("${output}")
 set(path ${CMAKE_CURRENT_LIST_DIR}/../guide/${PAGE}.md)
@@ -25,7 +23,7 @@ if(NOT SOURCE)
   return()
 endif()
 
-# Reads `file` with stand-ins for what CMake would take as its own syntax in a list.
+# Reads `file`. Replaces characters that are CMake's own syntax in a list.
 function(read_encoded result file)
   file(READ ${file} text)
   string(REPLACE ";" "@SEMICOLON@" text "${text}")

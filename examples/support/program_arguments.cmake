@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# For scripts that are run as `cmake … -P SCRIPT -- program [argument…]`: program_arguments(VARIABLE) sets the variable to
-# what comes after the first `--`.
+# For scripts that are run as `cmake … -P SCRIPT -- program [argument…]`: program_arguments(VARIABLE) sets the variable
+# to the arguments after the first `--`.
 function(program_arguments result)
   set(arguments)
   math(EXPR last "${CMAKE_ARGC} - 1")

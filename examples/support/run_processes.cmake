@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # cmake -DPROCESSES=2 [-DSECONDS=240] -P run_processes.cmake -- program [argument…]
-# Starts the program so many times at once, with the variables of torchrun. Fails unless all end with exit code 0, and
-# ends them all after so many seconds.
+# Starts PROCESSES copies of the program with the variables of torchrun. Fails unless all end with exit code 0. Ends all
+# of them after SECONDS.
 if(NOT SECONDS)
   set(SECONDS 240)
 endif()
@@ -10,7 +10,7 @@ program_arguments(program)
 
 string(RANDOM LENGTH 4 ALPHABET 0123456789 port)
 set(environment MASTER_ADDR=127.0.0.1 MASTER_PORT=2${port} WORLD_SIZE=${PROCESSES})
-# A pipeline runs at once. Its last program, of which the output is seen, is rank 0.
+# The programs of a pipeline run at the same time. The last program, whose output is printed, is rank 0.
 set(commands)
 math(EXPR rank "${PROCESSES} - 1")
 while(rank GREATER -1)

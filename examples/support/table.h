@@ -20,11 +20,26 @@ class Table {
     rows_.push_back(std::move(row));
   }
 
-  friend std::ostream& operator<<(std::ostream& out, const Table& table) {
-    std::vector<std::size_t> widths(table.rows_.front().size());
-    for (const auto& row : table.rows_) {
-      for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+  /// As a table of Markdown, with columns as wide as needed.
+  std::string markdown() const {
+    const auto widths = this->widths();
+    std::string text;
+    for (std::size_t r = 0; r < rows_.size(); ++r) {
+      std::string rule = "|";
+      for (std::size_t i = 0; i < widths.size(); ++i) {
+        const std::string& cell = rows_[r][i];
+        const std::string pad(widths[i] - cell.size(), ' ');
+        text += "| " + (i == 0 ? cell + pad : pad + cell) + " ";
+        rule += std::string(widths[i] + 1, '-') + (i == 0 ? "-|" : ":|");
+      }
+      text += "|\n";
+      if (r == 0) text += rule + "\n";
     }
+    return text;
+  }
+
+  friend std::ostream& operator<<(std::ostream& out, const Table& table) {
+    const auto widths = table.widths();
     for (std::size_t r = 0; r < table.rows_.size(); ++r) {
       std::string line;
       for (std::size_t i = 0; i < widths.size(); ++i) {
@@ -39,6 +54,14 @@ class Table {
   }
 
  private:
+  std::vector<std::size_t> widths() const {
+    std::vector<std::size_t> widths(rows_.front().size());
+    for (const auto& row : rows_) {
+      for (std::size_t i = 0; i < row.size(); ++i) widths[i] = std::max(widths[i], row[i].size());
+    }
+    return widths;
+  }
+
   std::vector<std::vector<std::string>> rows_;
 };
 

@@ -28,18 +28,18 @@ namespace TORCHAMP_NAMESPACE {
 
 /// Options of an Accumulation.
 struct AccumulationOptions {
-  /// True: micro-batches whose gradients hold an inf or a NaN, or that give none, are dropped and
-  /// counted, and the step uses the mean of the others. False: one bad micro-batch makes the scaler
-  /// skip the whole step.
+  /// True: a micro-batch is dropped and counted if its gradients hold an inf or a NaN, or if it
+  /// gives none; the step uses the mean of the other micro-batches. False: one bad micro-batch
+  /// makes the scaler skip the whole step.
   bool drop_bad = false;
 };
 
-/// What came of an Accumulation's step: a StepResult, and the micro-batches that were in it.
-/// Queries of one kind synchronise at most once.
+/// The result of an Accumulation's step: a StepResult, and the numbers of micro-batches. Each kind
+/// of query synchronises at most once.
 class AccumulationResult : public StepResult {
  public:
-  /// Whether the optimizer stepped. False with `.drop_bad`: every micro-batch was dropped, or the
-  /// mean of the kept ones is not finite.
+  /// Whether the optimizer stepped. With `.drop_bad`, false means: every micro-batch was dropped,
+  /// or the mean of the kept micro-batches is not finite.
   bool stepped() const { return kept() > 0; }
   /// Like stepped().
   explicit operator bool() const { return stepped(); }
@@ -72,31 +72,34 @@ class AccumulationResult : public StepResult {
 ///     }
 ///     accumulation.flush();
 ///
-/// The step uses the gradient of the mean of the losses. All losses of a window have the same
-/// scale. Errors: the scale has changed within a window, the gradients were cleared (set to none,
-/// as by zero_grad()), or the program has called the scaler's step() and update() itself; discard()
-/// then begins a new window. The scaler cannot be saved within a window. Holds references to scaler
-/// and optimizer. Synchronises only where scaler.step() does. One thread at a time.
+/// The step uses the gradient of the mean of the losses. A window is the micro-batches of one step;
+/// all its losses have the same scale. Errors: the scale has changed in a window; the gradients
+/// were cleared (set to none, as zero_grad() does); the program has called the scaler's step() and
+/// update() itself. After such an error discard() begins a new window. The scaler cannot be saved
+/// in a window. Holds references to scaler and optimizer. Synchronises only if scaler.step()
+/// does. One thread at a time.
 ///
-/// After an exception from LibTorch's backward, which may have added some of the gradients, only
-/// discard() remains. After one from the two callbacks below or the optimizer's step, flush() steps
-/// again with the window, or discard() drops it.
+/// If LibTorch's backward throws, it may have added some of the gradients: call discard(). If one
+/// of the two callbacks below or the optimizer's step throws, either call flush(), which tries the
+/// step again, or call discard(), which drops the window.
 ///
-/// With `.drop_bad` each micro-batch is unscaled and checked by itself, added to sums outside
-/// `.grad`, and ends an iteration of the scaler: the scale may change within a window, and
-/// growth_interval counts micro-batches. The device decides whether to keep one; with a disabled
-/// scaler, all are kept. If the sum of the kept ones is not finite, all are dropped. A parameter
-/// that only dropped ones have reached is stepped with a gradient of 0, so its momentum and weight
-/// decay go on: the host does not know which were dropped. Costs one fp32 sum per parameter (fp64
-/// for fp64 parameters), and one synchronisation in the step unless the optimizer is a ScaledStep.
-/// Gradients must be dense. Within a window, parameters may be added to the optimizer but not
-/// removed or reshaped. A call that fails leaves the window unchanged. The mean is over the kept
-/// micro-batches, so a program that ends windows by flush() may pass more `micro_batches` than any
-/// window will have.
+/// With `.drop_bad` each micro-batch is unscaled and checked separately, and then added to sums
+/// outside `.grad`. Each micro-batch is an iteration of the scaler: the scale may change in a
+/// window, and growth_interval counts micro-batches. The device decides which micro-batches to
+/// keep; with a disabled scaler all are kept. If the sum of the kept micro-batches is not finite,
+/// all are dropped. The host does not know which micro-batches were dropped. So a parameter that
+/// only dropped micro-batches have reached is stepped with a gradient of 0: its momentum and weight
+/// decay continue.
+///
+/// `.drop_bad` costs one fp32 sum per parameter (fp64 for fp64 parameters), and one synchronisation
+/// in the step unless the optimizer is a ScaledStep. Gradients must be dense. In a window,
+/// parameters may be added to the optimizer but not removed or reshaped. A call that fails leaves
+/// the window unchanged. The mean is over the kept micro-batches. So a program that ends windows by
+/// flush() may pass a number of `micro_batches` that no window reaches.
 class Accumulation {
  public:
-  /// Steps `optimizer` once per `micro_batches` calls of backward(), dropped ones included. Error:
-  /// fewer than 1.
+  /// Steps `optimizer` once per `micro_batches` calls of backward(); dropped micro-batches count.
+  /// Error: fewer than 1.
   Accumulation(GradScaler& scaler, torch::optim::Optimizer& optimizer, int64_t micro_batches,
                AccumulationOptions options = {})
       : scaler_(scaler),
@@ -104,7 +107,7 @@ class Accumulation {
         micro_batches_(micro_batches),
         window_(std::make_shared<detail::AccumulationWindow>()) {
     TORCH_CHECK_VALUE(micro_batches >= 1, "Accumulation: micro_batches is ", micro_batches,
-                      ". It is 1 or more.");
+                      ". It must be 1 or more.");
     if (options.drop_bad) sum_.emplace();
   }
 
@@ -115,63 +118,69 @@ class Accumulation {
   /// Warns if a window is open: call flush() or discard() first.
   ~Accumulation();
 
-  /// Called before each step with the gradients of the whole window (with `.drop_bad` after each
-  /// backward(), with those of the micro-batch), still scaled, where backward() has put them: call
-  /// MasterWeights::take_gradients() here. Gradients of earlier micro-batches are with the masters
-  /// already, where they are added in fp32; except such as DistributedDataParallel::no_sync() has
-  /// left in the model.
+  /// Sets a function that is called before the gradients are unscaled, once per step: call
+  /// MasterWeights::take_gradients() in it. Its gradients are the sums of all backward() calls of
+  /// the window, still scaled. With `.drop_bad` it is called after each backward(), with the
+  /// gradients of the micro-batch. Gradients of earlier micro-batches are already in the masters,
+  /// which add them in fp32. Exception: gradients under DistributedDataParallel::no_sync() are
+  /// still in the model.
   void before_unscale(std::function<void()> call) { before_unscale_ = std::move(call); }
 
-  /// Called before each step with the complete, unscaled gradients: clip them here. Not the place
-  /// for MasterWeights::take_gradients(), which is an error.
+  /// Sets a function that is called before each step with the complete, unscaled gradients: clip
+  /// them in it. MasterWeights::take_gradients() is an error here.
   void before_step(std::function<void()> call) { before_step_ = std::move(call); }
 
   /// Adds the gradients of `loss`. The last micro-batch of a window also steps, calls update(),
   /// clears the gradients, and returns the result. Errors, before anything is changed: a loss that
-  /// is scaled already or does not require grad; a window whose step has failed, or whose gradients
-  /// have been cleared since the last call, or unscaled or stepped with by the scaler. With
-  /// `.drop_bad` the gradients are cleared before and after each call, before also those of a model
-  /// under MasterWeights; if update() throws, at a limit of the scaler, the micro-batch is not
-  /// counted and the scaler is unchanged.
+  /// is already scaled or does not require grad; a window whose step has failed; gradients that
+  /// were cleared since the last call, or that the scaler has unscaled or stepped with.
+  ///
+  /// With `.drop_bad` the gradients are cleared before and after each call; before the call, the
+  /// gradients of a model under MasterWeights are also cleared. If update() throws at a limit of
+  /// the scaler, the micro-batch is not counted and the scaler is unchanged.
   std::optional<AccumulationResult> backward(const at::Tensor& loss);
 
-  /// Steps with an incomplete window, at the end of an epoch; without `.drop_bad`, the sum of its
-  /// losses is still divided by `micro_batches`. Does nothing if none is pending. Sends gradients
-  /// that were computed within ShardedMasterWeights::no_sync(), for which all processes call it;
-  /// for those of a DistributedDataParallel, call its sync_gradients() in before_unscale(). After
-  /// an error of the step, tries it again. If update() throws, at a limit of the scaler, the step
-  /// was skipped and the window is dropped. Error with `.drop_bad` and without a before_step(): a
-  /// clip since the window's first micro-batch, which found no gradients.
+  /// Steps with an incomplete window, at the end of an epoch. Without `.drop_bad`, the sum of its
+  /// losses is still divided by `micro_batches`. Does nothing if no micro-batch is pending. After
+  /// an error of the step, flush() tries the step again. If update() throws at a limit of the
+  /// scaler, the step was skipped and the window is dropped.
+  ///
+  /// Sends gradients that were computed under ShardedMasterWeights::no_sync(); then all processes
+  /// must call it. Gradients in DistributedDataParallel::no_sync() are not sent: call
+  /// sync_gradients() in before_unscale(). Error with `.drop_bad` and without a before_step(): the
+  /// program has clipped since the window's first micro-batch, when there were no gradients.
   std::optional<AccumulationResult> flush();
 
-  /// Clears the gradients of an incomplete window, or of one whose step has failed, and begins a
-  /// new one; also those of a model under MasterWeights, and those that ShardedMasterWeights have
-  /// not sent.
+  /// Drops an incomplete window, or a window whose step has failed, and begins a new window. Clears
+  /// the optimizer's gradients, the gradients of a model under MasterWeights, and gradients that
+  /// ShardedMasterWeights have not sent.
   void discard();
 
   /// Micro-batches since the last step, including dropped ones.
   int64_t pending() const { return window_->pending; }
 
-  /// For the library's own headers: what messages name.
-  void speak_in(const detail::AccumulationTerms& terms) { terms_ = terms; }
-  /// For the library's own headers: a graph's replay has done what backward() does on the device.
+  /// For the library's own headers: the terms in messages.
+  void set_terms(const detail::AccumulationTerms& terms) { terms_ = terms; }
+  /// For the library's own headers: records that a graph's replay has done the work of backward()
+  /// on the device.
   void note_replayed_backward();
-  /// For the library's own headers: the gradients of a window, at some time.
+  /// For the library's own headers: the state of a window's gradients at some time.
   struct Look {
-    bool is_open;           ///< whether the window was
-    bool is_as_left;        ///< whether the gradients were as the last backward() has left them
-    uint64_t times_scaled;  ///< how often the scaler had scaled
+    bool is_open;           ///< whether the window was open
+    bool is_unchanged;      ///< whether the gradients were unchanged since the last backward()
+    uint64_t times_scaled;  ///< how often the scaler had scaled a loss
     detail::Snapshot gradients;
   };
-  /// For the library's own headers: how they are now.
+  /// For the library's own headers: the present state.
   Look look() const;
-  /// For the library's own headers: whether the program has changed them since.
+  /// For the library's own headers: whether the program has changed the gradients since `before`.
   bool has_changed(const Look& before) const;
-  /// For the library's own headers: what the program has added to them since belongs to the window,
-  /// if it may be scaled: the scaler has scaled something since, or was asked for the scale.
+  /// For the library's own headers: accepts into the window the gradients that the program has
+  /// added since `before`, if they may be scaled: the scaler has scaled a loss or returned its
+  /// scale since.
   void accept_scaled(const Look& before);
-  /// For the library's own headers: calling the result goes back to now, where what was added since
-  /// is no longer among the gradients.
+  /// For the library's own headers: returns a function that restores the present state of the
+  /// window, after the gradients that were added since have been removed.
   std::function<void()> bookmark();
 
  private:
@@ -195,7 +204,7 @@ class Accumulation {
   void check_scaled(const char* call) const;
   void check_window(const char* call) const;
 
-  bool is_as_left() const;
+  bool is_unchanged() const;
   void warn_of_writes();
   void warn_of_others(const char* call);
 
@@ -204,7 +213,7 @@ class Accumulation {
   int64_t micro_batches_;
   std::optional<detail::GradientSum> sum_;  // with drop_bad
   detail::AccumulationTerms terms_;
-  std::shared_ptr<detail::AccumulationWindow> window_;  // the scaler looks at it
+  std::shared_ptr<detail::AccumulationWindow> window_;  // the scaler reads it
   Stage stage_ = Stage::open;
   int64_t version_ = 0;        // of the scale, at the start of the window
   std::size_t gradients_ = 0;  // after the last backward()

@@ -26,22 +26,24 @@ namespace TORCHAMP_NAMESPACE {
 /// Options of an AutocastGuard. An aggregate, for designated initialisers: `AutocastGuard
 /// g(torch::kCUDA, {.dtype = torch::kBFloat16});`
 struct AutocastOptions {
-  /// fp16 or bf16; on CUDA also fp32. Unset: the device's current autocast dtype: the enclosing
-  /// guard's, at first fp16 on CUDA and bf16 on a CPU.
+  /// fp16 or bf16; on CUDA also fp32. Unset: the dtype of the enclosing guard for this device; in
+  /// the outermost guard LibTorch's autocast dtype, which is fp16 on CUDA and bf16 on a CPU unless
+  /// the program has changed it.
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// False: no casts in this region, whatever surrounds it.
   bool enabled = true;
   /// Whether casts of fp32 weights are cached until the outermost guard ends. Unset: inherited. All
-  /// threads share LibTorch's cache, which does not distinguish dtypes: pass false where two
-  /// threads use one weight on one device at the same time, in fp16 and in bf16. The cache keeps
-  /// casts of leaves that are gone, until the outermost guard ends: in a long region that creates
-  /// many leaves, choose WeightCache::region (weight_cache.h), which is bounded.
+  /// threads share LibTorch's cache, which does not distinguish dtypes. Pass false if one thread
+  /// uses a weight in fp16 while another thread uses the same weight in bf16. The cache also holds
+  /// casts of leaves that are already destroyed. In a long region that creates many leaves, choose
+  /// WeightCache::region (weight_cache.h), whose memory is bounded.
   std::optional<bool> cache_enabled = std::nullopt;
-  /// Unset: the enclosing guard's; at the outermost, Policy::standard().
+  /// Unset: the policy of the enclosing guard; in the outermost guard Policy::standard().
   std::optional<Policy> policy = std::nullopt;
-  /// How long casts of weights are cached, and by which cache. Unset: `false` in `cache_enabled`
-  /// means WeightCache::none; otherwise inherited; at the outermost guard LibTorch's. Errors:
-  /// `cache_enabled = false` with a value other than none, true with none.
+  /// How long casts of weights are cached, and by which cache. Unset: WeightCache::none if
+  /// `cache_enabled` is false, otherwise inherited; in the outermost guard LibTorch's cache.
+  /// Errors: `cache_enabled = false` with a value other than none; `cache_enabled = true` with
+  /// none.
   std::optional<WeightCache> cache = std::nullopt;
 };
 
@@ -56,25 +58,25 @@ struct AutocastOptions {
 ///     loss.backward();
 ///
 /// Construction switches autocast for `device` on (or off) and sets dtype, cache flag and policy.
-/// Destruction restores the state at construction, whatever happened in between (exceptions, calls
-/// of at::autocast). The end of the outermost guard drops the cached casts of weights. Regions
-/// nest, on one device or several; a guard that ends before one that was made later warns.
+/// Destruction restores the state at construction, even after an exception or calls of
+/// at::autocast. The end of the outermost guard drops the cached casts of weights. Regions nest, on
+/// one device or several. A guard warns if it ends before a guard that was created later.
 ///
 /// Threads: the state is thread-local. It follows LibTorch's own autocast state to autograd's
-/// workers, at::launch and at::wrapPropagateTLSState, and nowhere else. The thread that made a
-/// guard must destroy it; another one warns and leaves all state unchanged. The first guard with a
-/// new policy registers kernels with LibTorch's dispatcher: make it before you start threads that
-/// run ops under autocast.
+/// workers, at::launch and at::wrapPropagateTLSState, and nowhere else. The thread that creates a
+/// guard must destroy it. If another thread destroys it, the guard warns and leaves all state
+/// unchanged. The first guard with a new policy registers kernels with LibTorch's dispatcher:
+/// create it before you start threads that run ops under autocast.
 ///
-/// The environment variable TORCHAMP_POLICY, read by the first guard, overrides all guards: `off`,
-/// `standard`, `torch` or `file:PATH`, a file of to_text() or save_policy(), whose rules for
-/// modules are ignored and in which an fp8 rule is an error. `file:` needs torchamp/policy_text.h
-/// in one source file. Never synchronises.
+/// The environment variable TORCHAMP_POLICY overrides all guards; the first guard reads it. Its
+/// values are `off`, `standard`, `torch` and `file:PATH`. The file is one that to_text() or
+/// save_policy() has written. Rules for modules in it are ignored, and an fp8 rule in it is an
+/// error. `file:` needs torchamp/policy_text.h in one source file. Never synchronises.
 ///
-/// A region of a missing device (CUDA without a CUDA device, MPS in a LibTorch built without it) or
-/// with a dtype that the device's autocast does not support (fp32 on a CPU) warns once per program
-/// and casts nothing, like torch.autocast. Errors, without a change of state: a device type
-/// without autocast; a dtype that is not floating-point, also with {.enabled = false}. Source:
+/// Like torch.autocast, a guard warns once per program and casts nothing if the device is missing
+/// (CUDA without a CUDA device, MPS in a LibTorch built without MPS), or if the device's autocast
+/// does not support the dtype (fp32 on a CPU). Errors, without a change of state: a device type
+/// without autocast; a dtype that is not floating-point, even with {.enabled = false}. Source:
 /// torch/amp/autocast_mode.py.
 class AutocastGuard {
  public:
@@ -82,13 +84,13 @@ class AutocastGuard {
   [[nodiscard]] explicit AutocastGuard(at::DeviceType device, const AutocastOptions& options = {})
       : region_(device, options) {}
 
-  /// Begins a region with this dtype, like {.dtype = dtype}. A template so that `{}` means the
-  /// options.
+  /// Begins a region with this dtype, like {.dtype = dtype}. This is a template, so that `{}` means
+  /// the options.
   template <std::same_as<at::ScalarType> Dtype>
   [[nodiscard]] AutocastGuard(at::DeviceType device, Dtype dtype)
       : AutocastGuard(device, AutocastOptions{.dtype = dtype}) {}
 
-  /// Begins a region with this dtype and these options, whose dtype is left unset or is the same.
+  /// Begins a region with this dtype and these options. Their own dtype must be unset or equal.
   template <std::same_as<at::ScalarType> Dtype>
   [[nodiscard]] AutocastGuard(at::DeviceType device, Dtype dtype, AutocastOptions options)
       : AutocastGuard(device, with(dtype, std::move(options))) {}

@@ -23,7 +23,7 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 /// While it lives, casts of the calling thread bypass LibTorch's cache of cast weights, which all
-/// threads share; guards do not switch it on.
+/// threads share. Guards do not switch the cache on.
 class NoCastCache {
  public:
   NoCastCache() : before_(at::autocast::is_autocast_cache_enabled()) {
@@ -51,8 +51,9 @@ class NoCastCache {
 ///       replica->forward(batch);
 ///     });
 ///
-/// LibTorch's own at::ThreadLocalState carries all of it except the cache flag, and also the grad
-/// mode and more; where it is used, this class is not needed. Never synchronises.
+/// LibTorch's own at::ThreadLocalState carries all of this except the cache flag, and carries more,
+/// such as the grad mode. Code that uses at::ThreadLocalState does not need this class. Never
+/// synchronises.
 class AutocastState {
  public:
   /// Takes a copy of the calling thread's state.
@@ -80,7 +81,7 @@ class AutocastState {
   /// Whether LibTorch's cache of casts was on.
   bool is_cache_enabled() const { return cache_enabled_; }
 
-  /// Equal if every part is; policies are equal if they come from the same guard.
+  /// Whether all parts are equal. Two policies are equal if they come from the same guard.
   bool operator==(const AutocastState&) const = default;
 
  private:
@@ -97,9 +98,9 @@ class AutocastState {
   std::shared_ptr<const detail::ThreadPolicy> policy_;
 };
 
-/// A region of the calling thread under a captured AutocastState. Restores the previous state; the
-/// end of the outermost region drops the cached casts of weights, like an AutocastGuard. If another
-/// thread destroys it, it warns and leaves all state unchanged.
+/// A region of the calling thread under a captured AutocastState. Destruction restores the previous
+/// state. The end of the outermost region drops the cached casts of weights, as with an
+/// AutocastGuard. If another thread destroys the guard, it warns and leaves all state unchanged.
 class AutocastStateGuard {
  public:
   /// Sets `state` on the calling thread.
@@ -124,8 +125,8 @@ class AutocastStateGuard {
   }
 
  private:
-  /// The policy to set; null if it is set already. In a backward pass such a one gets a scope of
-  /// its own: see Note [Sums of gradients].
+  /// The policy to set; null if it is set already. Exception: in a backward pass a policy that is
+  /// set already gets a new scope, see Note [Sums of gradients].
   static std::shared_ptr<const detail::ThreadPolicy> changed_policy(const AutocastState& before,
                                                                     const AutocastState& state) {
     if (state.policy_ == before.policy_ &&

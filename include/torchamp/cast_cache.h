@@ -22,7 +22,7 @@ struct LongWeightCache {
   WeightKeep::Until until;
 };
 
-/// What that header adds: see .github/CONTRIBUTING.md, An extra.
+/// torchamp/weight_cache.h specialises this: see .github/CONTRIBUTING.md, An extra.
 template <class LongCache>
 struct LongWeightCacheExtra {
   static_assert(
@@ -33,14 +33,14 @@ struct LongWeightCacheExtra {
 /// The number of NoCastCaches (torchamp/autocast_state.h) that live on the calling thread.
 inline thread_local int no_cast_caches = 0;
 
-/// Sets LibTorch's flag of its cache of cast weights, which stays off while a NoCastCache lives.
-/// Guards set it by this alone, at both their ends.
+/// Switches LibTorch's cache of cast weights on or off; it stays off while a NoCastCache lives.
+/// Guards call this function at their begin and end, and set the flag in no other way.
 inline void set_cast_cache(bool enabled) {
   at::autocast::set_autocast_cache_enabled(enabled && no_cast_caches == 0);
 }
 
-/// A scope that begins with an empty cache of LibTorch's weight casts, and whose casts nobody finds
-/// after it: they are part of its autograd graph.
+/// A scope that begins with an empty cache of LibTorch's weight casts, and ends with an empty one:
+/// casts in the scope are part of the scope's autograd graph.
 class EmptyCastCache {
  public:
   EmptyCastCache() { at::autocast::clear_cache(); }
@@ -51,26 +51,28 @@ class EmptyCastCache {
 }  // namespace detail
 
 // Note [Who clears LibTorch's cache of casts]
-// LibTorch's cache finds a cast by the weight's tensor object alone: it knows neither the values
-// nor the 16-bit dtype nor the graph of what it holds. So it is cleared (at::autocast::clear_cache)
+// LibTorch's cache finds a cast by the weight's tensor object alone. It compares neither the values
+// nor the 16-bit dtype nor the autograd graph. So torchamp clears it (at::autocast::clear_cache)
 //  - at the end of the outermost guard, as by torch.autocast: AutocastRegion, AutocastStateGuard;
-//  - at both ends of a guard whose dtype is not that around it: by these two as well. An outermost
-//    AutocastRegion does so at its end alone, because the last one has left the cache empty;
-//  - where weights are written: DropWeightCasts, for a step, after it and whatever it throws; ops
-//    in place of the program within a region, see Note [Writes in a region]; the functions below,
-//    for the program; custom functions that write in place;
-//  - where casts belong to one autograd graph or capture and to no other: EmptyCastCache, at both
+//  - at both ends of a guard whose dtype differs from the dtype around it: by the same two classes.
+//    An outermost AutocastRegion clears it at its end only, because the previous region has left it
+//    empty;
+//  - after weights are written: DropWeightCasts after a step, even if the step throws; ops in place
+//    in a region, see Note [Writes in a region]; the functions below, which the program calls;
+//    custom functions that write in place;
+//  - if casts belong to one autograd graph or capture and to no other: EmptyCastCache, at both
 //    ends.
-// A NoCastCache bypasses it instead, where other threads' casts must stay. torchamp's own cache
-// finds out by itself, by the versions of the weights, and is told of other writes as KeptWeights.
+// A NoCastCache bypasses the cache if casts of other threads must stay in it. torchamp's own cache
+// compares the versions of the weights; writes that no version counts are reported to it through
+// KeptWeights.
 
 /// How long casts of weights to 16 bits are cached (AutocastOptions::cache).
 ///
-/// `none` and `libtorch` are torch.autocast's `cache_enabled`: LibTorch's cache identifies a weight
-/// by its tensor object alone, and holds one cast of it, within one autograd graph. The
-/// others are torchamp's own cache, which casts a weight again after it has changed: see
-/// torchamp/weight_cache.h, which `window` and `kept` need. Without that header `region` is
-/// `libtorch`.
+/// `none` and `libtorch` are torch.autocast's `cache_enabled`. LibTorch's cache identifies a weight
+/// by its tensor object alone, and holds one cast of the weight, in one autograd graph.
+/// `region`, `window` and `kept` are torchamp's own cache, which casts a weight again after the
+/// weight has changed: see torchamp/weight_cache.h. `window` and `kept` need that header. Without
+/// it `region` is the same as `libtorch`.
 ///
 /// After writes that LibTorch does not count, call weights_changed().
 class WeightCache {
@@ -85,7 +87,7 @@ class WeightCache {
   /// of an accumulation.
   static constexpr detail::LongWeightCache window{detail::WeightKeep::Until::weights_step};
   /// torchamp's cache, until the weight is destroyed, or clear_weight_cache().
-  static constexpr detail::LongWeightCache kept{detail::WeightKeep::Until::told};
+  static constexpr detail::LongWeightCache kept{detail::WeightKeep::Until::dropped};
 
   /// `window` or `kept`.
   template <std::same_as<detail::LongWeightCache> LongCache>
@@ -96,8 +98,8 @@ class WeightCache {
   /// Equal if they cache casts for the same time, in the same cache.
   bool operator==(const WeightCache&) const = default;
 
-  /// For the library's own headers: how long casts are kept, and where the one that casts weights
-  /// is registered; null: LibTorch casts them.
+  /// For the library's own headers: how long casts are kept, and where the object that casts
+  /// weights is registered; null: LibTorch casts them.
   constexpr WeightCache(detail::WeightKeep::Until until, const detail::WeightCasts* const* casts)
       : until_(until), casts_(casts) {}
   /// For the library's own headers: how long casts are kept.
@@ -115,22 +117,27 @@ inline constexpr WeightCache WeightCache::libtorch{detail::WeightKeep::Until::re
 inline constexpr WeightCache WeightCache::region{detail::WeightKeep::Until::region_ends,
                                                  &detail::registered_weight_casts};
 
-/// Drops all cached casts of weights: LibTorch's, and those of torchamp's own cache. Call it after
-/// a write to a weight inside a region through a pointer, by set_data() or by a custom op:
-/// LibTorch's cache would return the cast of the old values. Steps of optimizers and LibTorch's ops
-/// in place need no call. All threads share the caches; any thread may call this at any time.
+/// Drops all cached casts of weights, in LibTorch's cache and in torchamp's own. Call it if you
+/// write to a weight inside a region through a pointer, by set_data() or by a custom op: otherwise
+/// LibTorch's cache returns the cast of the old values. Steps of optimizers and LibTorch's ops in
+/// place need no call. All threads share the caches; any thread may call this at any time.
 inline void clear_weight_cache() {
   at::autocast::clear_cache();
   if (auto* const kept = detail::kept_weights()) kept->clear();
 }
 
-/// Marks the casts of all weights as stale. Call it after writes that LibTorch does not count,
-/// while torchamp's own cache is in use: outside of regions through `.data()`, like LibTorch's own
-/// SGD in steps without a GradScaler; through a pointer; through another tensor over the weight's
-/// memory, present or former, that is not a view of it; by a custom kernel or an op such as
-/// `_fused_adam_`; by a graph that is not a CudaGraph's. Casts of a weight whose memory is part of
-/// a larger tensor, for example after torch::nn::utils::vector_to_parameters(), are not kept, and
-/// need no call. Any thread; never synchronises.
+/// Marks the casts of all weights as stale. If torchamp's own cache is in use, call this after
+/// writes that LibTorch does not count:
+///  - outside of regions, through `.data()`, as LibTorch's own SGD does in steps without a
+///    GradScaler;
+///  - through a pointer;
+///  - through a tensor over the weight's present or former memory that is not a view of the weight;
+///  - by a custom kernel, or an op such as `_fused_adam_`;
+///  - by a graph other than a CudaGraph's.
+///
+/// Casts of a weight whose memory is part of a larger tensor are not kept and need no call; this
+/// happens after torch::nn::utils::vector_to_parameters(), for example. Any thread; never
+/// synchronises.
 inline void weights_changed() {
   at::autocast::clear_cache();
   if (auto* const kept = detail::kept_weights()) kept->all_changed();

@@ -26,30 +26,30 @@
 #include "torchamp/version.h"
 
 /// @file
-/// @brief Core. clip_grad_norm_ and clip_grad_value_, also for scaled gradients.
+/// @brief Core. clip_grad_norm_ and clip_grad_value_, for unscaled and scaled gradients.
 ///
 /// Clips gradients like torch.nn.utils.clip_grad_norm_ and clip_grad_value_. None of these
-/// functions synchronises, and the number of kernels, apart from those within ATen's own, does
-/// not grow with the number of gradients. If some gradients are on the host and others on a
-/// device, the host waits for the norm. Parameters without a gradient are ignored; a parameter
-/// given twice counts once. If the gradients of two parameters share memory, a clone replaces one
-/// of them, and the norm counts both. The norm of shards of ShardedMasterWeights is that of all
-/// processes, which call it together.
+/// functions synchronises. Exception: if some gradients are on the host and others on a device, the
+/// host waits for the norm. The number of calls of ATen's kernels does not grow with the number of
+/// gradients. Parameters without a gradient are ignored; a parameter that is passed twice counts
+/// once. If the gradients of two parameters share memory, a clone replaces one of them, and the
+/// norm counts both. For shards of ShardedMasterWeights all processes call these functions
+/// together, and the norm includes the shards of all processes.
 ///
-/// With a GradScaler, gradients are clipped as if they had not been scaled. Either unscale first
+/// With a GradScaler, gradients are clipped as if they had never been scaled. Either unscale first
 /// and then clip,
 ///
 ///     scaler.unscale_(optimizer);
 ///     torchamp::clip_grad_norm_(model->parameters(), 1.);
 ///
-/// or name the scaler, before or after unscale_:
+/// or pass the scaler, before or after unscale_:
 ///
 ///     torchamp::clip_grad_norm_(scaler, optimizer, 1.);
 ///
-/// If an optimizer is named and is a FusedOptimizer, `.grad` stays unchanged, so printing it shows
-/// gradients that are not clipped; the next step divides them. Clipping then costs only the pass
-/// that computes the norm: see Note [Norms of scaled gradients]. Until that step the gradients may
-/// not be written to, replaced, added or dropped: the step would throw (see
+/// If you pass a FusedOptimizer, its next step divides the gradients, and `.grad` is unchanged: if
+/// you print `.grad`, you see gradients that are not clipped. Clipping then costs only the pass
+/// that computes the norm: see Note [Norms of scaled gradients]. Until that step, do not write to
+/// the gradients, and do not replace, add or drop any: the step would throw (see
 /// FusedOptimizer::divide_next_step). fp64 gradients are multiplied at once, because such a step
 /// divides by an fp32 number.
 
@@ -64,8 +64,9 @@ inline std::vector<at::TensorList> parameter_lists(const torch::optim::Optimizer
   return lists;
 }
 
-/// The shards that parameters with a gradient belong to; null if they belong to none. Throws if
-/// only some are, or of others, since nobody knows their common norm.
+/// The shards to which the parameters with a gradient belong; null if the parameters are no shards.
+/// Throws if only some parameters are shards, or if they belong to different ShardedMasterWeights:
+/// then no norm is common to all.
 inline const Shards* common_shards(const std::vector<at::TensorList>& lists, const char* call) {
   const Shards* shards = nullptr;
   bool is_first = true;
@@ -88,15 +89,16 @@ inline void check_limit(const char* limit, double value) {
   TORCHAMP_CHECK_VALUE(value >= 0., limit, " is ", value, ". It must be 0 or more.");
 }
 
-/// The factor for the gradients, at a finite max_norm; not finite if the norm is not, like
-/// PyTorch's.
+/// The factor for the gradients, for a finite max_norm. Like PyTorch's, it is not finite if the
+/// norm is not.
 inline at::Tensor clip_coefficient(const at::Tensor& norm, double max_norm) {
   return norm.add(1e-6).reciprocal_().mul_(max_norm).clamp_max_(1.);
 }
 
-/// What the gradients are divided by instead: max(1, (norm + eps) / max_norm). As eps / max_norm +
-/// norm / max_norm it is a launch less, where fp32 holds 1 / max_norm. At least 1, so that no
-/// finite gradient becomes an inf: find_infs() looks for that at small scales only.
+/// The divisor for the gradients, instead of a factor: max(1, (norm + eps) / max_norm). If fp32 can
+/// hold 1 / max_norm, the form eps / max_norm + norm / max_norm saves a launch. The divisor is at
+/// least 1, so that no finite gradient becomes an inf: find_infs() checks for such infs at small
+/// scales only.
 inline at::Tensor clip_divisor(const at::Tensor& norm, double max_norm) {
   constexpr double eps = 1e-6;
   const double factor = 1. / max_norm;
@@ -107,7 +109,7 @@ inline at::Tensor clip_divisor(const at::Tensor& norm, double max_norm) {
 }
 
 /// Multiplies all gradients in place by a 0-dim tensor: a few kernels for each device and dtype. If
-/// memory runs out, no gradient has been written.
+/// memory runs out, no gradient is changed.
 inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor& factor) {
   std::vector<Multiplication> multiplications;
   multiplications.reserve(batches.size());
@@ -116,7 +118,7 @@ inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor
     if (batch.dtype == at::kFloat || is_16_bit(batch.dtype)) {
       const at::Tensor unused = at::zeros({}, at::TensorOptions(batch.device).dtype(at::kFloat));
       multiplications.emplace_back(batch, here.to(at::kFloat), unused);
-    } else {  // by a factor that may have fp64's precision
+    } else {  // the factor may be fp64
       multiplications.emplace_back(batch, here);
     }
   }
@@ -124,12 +126,13 @@ inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor
 }
 
 // Note [One read for norm and check]
-// A norm of a positive order, and the divisor made from it, is not finite if a gradient is not. So
-// if a clip is left to a step of a GradScaler, the scaler checks these two numbers instead
-// of the gradients. On the host it also checks the gradients if the number is not finite: there a
-// step is taken whenever all gradients are finite. See find_infs in detail/core/scaler/step-inl.h.
+// If a gradient is not finite, neither is a norm of a positive order, nor the divisor made from it.
+// So if a step of a GradScaler applies the clip, the scaler checks these two numbers instead of the
+// gradients. If such a number is not finite on the host, the scaler also checks the gradients: on
+// the host a step is taken whenever all gradients are finite. See find_infs in
+// detail/core/scaler/step-inl.h.
 
-/// `scale`: that of the gradients; undefined for 1.
+/// `scale`: the gradients' scale; undefined if it is 1.
 inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor& scale,
                             double max_norm, double norm_type) {
   const InternalOps internal;
@@ -144,18 +147,20 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
   const Shards* const shards = common_shards(params, "clip_grad_norm_");
   if (shards) norm = shards->norm_of_all(norm, norm_type);
   if (batches.empty()) return norm;
-  // Nothing is to be clipped then: the divisor is 1, by which a step of a scaler learns that
-  // gradients are finite, or NaN where the norm is not.
+  // Then nothing is clipped. The divisor is 1 if the norm is finite, and NaN otherwise: a scaler's
+  // step reads from it whether the gradients are finite.
   const bool only_measures = std::isinf(max_norm);
   if (deferred && norm.scalar_type() == at::kFloat && (scale.defined() || !only_measures)) {
     const at::Tensor excess = clip_divisor(norm, max_norm);
-    // One that fp32 cannot hold would make gradients of 0; on the host that can be seen.
+    // A divisor that fp32 cannot hold would make all gradients 0; the host can check this if the
+    // norm is on the host.
     const bool holds = max_norm == 0. || !norm.is_cpu() ||
                        (!only_measures && !std::isfinite(*norm.const_data_ptr<float>())) ||
                        std::isfinite(*excess.const_data_ptr<float>());
     if (holds) {
       const bool may_be_infinite = max_norm == 0.;
-      // A maximum over processes may lose NaNs; a norm of scaled gradients tells of no quotient.
+      // A maximum over processes may lose NaNs. The norm of scaled gradients is finite or not as
+      // the gradients are; it does not show infs that the division by the scale makes.
       const bool shows_non_finite =
           norm_type > 0. && !shards && !may_be_infinite && scale.defined();
       const bool names_no_scaler = !scale.defined() && !only_measures;
@@ -164,7 +169,8 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
     }
   }
   if (!only_measures) multiply(batches, clip_coefficient(norm, max_norm));
-  // By 1 at most: what is finite stays so, and what `before` shows of the gradients still holds.
+  // The factor was at most 1: finite gradients stay finite, so `before` still shows whether they
+  // are.
   if (before.defined()) keep_deferred(*deferred, optimizer, before);
   return norm;
 }
@@ -186,15 +192,14 @@ inline void check_before_step(const char* call, const GradScaler& scaler,
 }  // namespace detail
 
 /// Multiplies the gradients of `params` (a vector, a list in braces, or one tensor) in place by
-/// min(1, max_norm / (norm + 1e-6)), where norm is the `norm_type`-norm of all of them as one
-/// vector (2., 1., infinity, any other number; 0. counts the gradients that are not all zero, like
-/// PyTorch).
+/// min(1, max_norm / (norm + 1e-6)), with the `norm_type`-norm of all gradients as one vector (2.,
+/// 1., infinity, any other number; 0. counts the gradients that are not all zero, like PyTorch).
 ///
-/// Returns the norm before clipping: a 0-dim tensor in fp32, or fp64 if a gradient is, on the first
-/// gradient's device; 0 without gradients. If it is inf or NaN, the gradients become inf, NaN or 0,
-/// like in PyTorch. An infinite max_norm measures and changes no gradient, also at such a norm.
-/// Errors: a negative max_norm; gradients that are neither strided nor sparse COO, or that are
-/// expanded.
+/// Returns the norm before clipping: a 0-dim tensor on the first gradient's device, in fp64 if a
+/// gradient is fp64, otherwise in fp32; 0 without gradients. If the norm is inf or NaN, the
+/// gradients become inf, NaN or 0, like in PyTorch. An infinite max_norm measures and never changes
+/// a gradient. Errors: a negative max_norm; gradients that are neither strided nor sparse COO;
+/// expanded gradients.
 inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double norm_type = 2.) {
   detail::check_limit("clip_grad_norm_: max_norm", max_norm);
   const detail::InternalOps internal;
@@ -219,10 +224,11 @@ inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max
   return norm;
 }
 
-/// Clips gradients that `scaler` has scaled, between backward() and scaler.step(optimizer), as if
-/// they had not been scaled: unscales them first (GradScaler::unscale_), or leaves both to a
-/// FusedOptimizer's step. Returns the norm of the unscaled gradients, at any scale at which no
-/// gradient is inf. An error between step() and update().
+/// Clips gradients that `scaler` has scaled, as if they had never been scaled. Call it between
+/// backward() and scaler.step(optimizer); between step() and update() it is an error. It unscales
+/// the gradients first (GradScaler::unscale_). A FusedOptimizer's step does both instead: it
+/// divides by the scale and clips. Returns the norm of the unscaled gradients; it is exact for each
+/// scale at which no gradient is inf.
 inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                                   double max_norm, double norm_type = 2.) {
   detail::check_limit("clip_grad_norm_: max_norm", max_norm);
@@ -243,8 +249,8 @@ inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& o
   return norm;
 }
 
-/// Clamps the elements of the gradients of `params` in place to [-value, value]. Errors: those
-/// of clip_grad_norm_; a negative value.
+/// Clamps the elements of the gradients of `params` in place to [-value, value]. Errors: a negative
+/// value; otherwise as clip_grad_norm_.
 inline void clip_grad_value_(at::TensorList params, double value) {
   detail::check_limit("clip_grad_value_: the value", value);
   const detail::InternalOps internal;
@@ -252,8 +258,8 @@ inline void clip_grad_value_(at::TensorList params, double value) {
   detail::ClipCalls::note(params);
 }
 
-/// Clamps the unscaled gradients of all parameters of `optimizer` to [-value, value], after any
-/// clip that clip_grad_norm_ has left to its next step.
+/// Clamps the unscaled gradients of all parameters of `optimizer` to [-value, value]. If a clip by
+/// clip_grad_norm_ is still pending for the next step, it is applied first.
 inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   detail::check_limit("clip_grad_value_: the value", value);
   const detail::InternalOps internal;
@@ -268,9 +274,9 @@ inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   detail::ClipCalls::note(optimizer);
 }
 
-/// Clamps gradients that `scaler` has scaled, between backward() and scaler.step(optimizer);
-/// unscales them first (GradScaler::unscale_) unless that has been done. An error between step()
-/// and update().
+/// Clamps gradients that `scaler` has scaled. Call it between backward() and
+/// scaler.step(optimizer); between step() and update() it is an error. It unscales the gradients
+/// first (GradScaler::unscale_), unless they are unscaled already.
 inline void clip_grad_value_(GradScaler& scaler, torch::optim::Optimizer& optimizer, double value) {
   detail::check_limit("clip_grad_value_: the value", value);
   detail::check_before_step("clip_grad_value_", scaler, optimizer);

@@ -30,19 +30,19 @@ namespace TORCHAMP_NAMESPACE {
 
 // Note [A step with a closure]
 //
-// The optimizer evaluates the loss as often as it likes (LBFGS some twenty times per step) and
-// reads the gradients in between, so each evaluation scales, unscales and checks. The first
-// evaluation precedes the call of the optimizer, so a step that must be skipped has not begun. If
-// the gradients of a later one, at a point of a line search, are not finite, an exception abandons
-// the optimizer's step, and the parameters are restored.
+// The optimizer chooses how often it evaluates the loss (LBFGS some twenty times per step), and
+// reads the gradients after each evaluation. So each evaluation scales, unscales and checks. The
+// first evaluation runs before the optimizer is called: if its gradients are not finite, the
+// optimizer's step never begins. If the gradients of a later evaluation (a point of a line search)
+// are not finite, an exception abandons the optimizer's step, and the parameters are restored.
 
 namespace detail {
 
 /// Abandons an optimizer's step; caught by ClosureStep.
 struct StepAbandoned : std::exception {};
 
-/// Copies of an optimizer's parameters. None of a fused optimizer, whose step changes nothing if it
-/// throws.
+/// Copies of an optimizer's parameters. A fused optimizer needs no copies: its step changes nothing
+/// if it throws.
 class ParameterCopies {
  public:
   explicit ParameterCopies(const torch::optim::Optimizer& optimizer) {
@@ -65,8 +65,8 @@ class ParameterCopies {
   std::vector<std::pair<at::Tensor, at::Tensor>> copies_;
 };
 
-/// Clears the gradients and returns the loss. An error if `closure` has called backward(), as a
-/// closure for an optimizer's own step does: another backward() would add to its gradients.
+/// Clears the gradients and returns the loss. Error: `closure` has called backward(), as a closure
+/// for the optimizer's own step does; another backward() would add to these gradients.
 inline at::Tensor evaluate_loss(torch::optim::Optimizer& optimizer,
                                 const torch::optim::Optimizer::LossClosure& closure) {
   optimizer.zero_grad();
@@ -140,13 +140,14 @@ class ClosureStep {
     }
     OptimizerState& stepped = ledger_.optimizers.of(optimizer_);  // the closure may use others
     stepped = std::move(latest_);
+    ledger_.note_stepped(optimizer_, stepped);
     const auto record = ledger_.finish(stepped, scale_, std::move(value), std::move(missing));
     ledger_.warn_of_missing(record->missing);
     return ScalerParts::result(record);
   }
 
-  /// The result of the optimizer's step; undefined if it was abandoned. `first`: the loss, whose
-  /// gradients are there.
+  /// Returns the result of the optimizer's step; undefined if the step was abandoned. `first`: the
+  /// loss, whose gradients are already computed.
   at::Tensor step_from(at::Tensor first) {
     const ParameterCopies copies(optimizer_);
     try {
@@ -167,7 +168,7 @@ class ClosureStep {
     }
   }
 
-  /// Evaluates the loss and its gradients, unscaled and checked: latest_.
+  /// Evaluates the loss, unscales and checks its gradients, and sets latest_.
   at::Tensor evaluate() {
     const DropWeightCasts drop_weight_casts(optimizer_);  // the next evaluation has other weights
     at::Tensor loss;
@@ -191,18 +192,18 @@ class ClosureStep {
 
 }  // namespace detail
 
-/// Steps an optimizer that evaluates the loss itself, once or (LBFGS) many times:
+/// Steps an optimizer that evaluates the loss itself, once or many times (LBFGS):
 ///
 ///     step(scaler, lbfgs, [&] { return loss(model->forward(input), target); });
 ///     scaler.update();
 ///
-/// `closure` computes the loss and nothing else (a call of backward() in it is an error): each
-/// evaluation clears the gradients, scales, runs backward, unscales and checks. If the gradients of
-/// an evaluation are not finite, the step is skipped: the parameters are as before. An optimizer
-/// that has evaluated the loss several times by then may have changed its own state. The same holds
-/// if the closure or the optimizer throws. Synchronises once per evaluation. Once per optimizer
-/// between two calls of update(), like GradScaler::step, with the same result. With a disabled
-/// scaler it is the optimizer's own step.
+/// `closure` only computes the loss (a call of backward() in it is an error): for each evaluation
+/// this function clears the gradients, scales the loss, runs backward, unscales and checks. If the
+/// gradients of an evaluation are not finite, the step is skipped and the parameters are restored.
+/// If the optimizer has already evaluated the loss several times, it may have changed its own
+/// state. The same holds if the closure or the optimizer throws. Synchronises once per evaluation.
+/// Like GradScaler::step, call it once per optimizer between two calls of update(); the result is
+/// the same type. With a disabled scaler it is the optimizer's own step.
 inline StepResult step(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                        const torch::optim::Optimizer::LossClosure& closure) {
   return detail::ClosureStep(scaler, optimizer, closure).step();

@@ -5,11 +5,12 @@
 /// @brief Core. For the one source file of a program that compiles torchamp.
 
 /// @file
-/// Defines what the other headers only declare if TORCHAMP_COMPILED is defined. A program that
-/// defines it, in all of its source files, includes this header in exactly one. CMake's targets
-/// torchamp::library and torchamp::compiled do both. Source files that use torchamp then compile
-/// almost as fast as without it, with the same results. Without TORCHAMP_COMPILED, including
-/// another header of torchamp before this one is an error.
+/// If TORCHAMP_COMPILED is defined, the other headers only declare the large functions that are no
+/// templates, and this header defines them. Define TORCHAMP_COMPILED in all source files of a
+/// program, and include this header in exactly one of them. CMake's targets torchamp::library and
+/// torchamp::compiled do both. Source files that use torchamp then compile almost as fast as
+/// without torchamp, with the same results. If TORCHAMP_COMPILED is not defined, it is an error to
+/// include another header of torchamp before this one.
 
 #if defined(TORCHAMP_BODIES) && !defined(TORCHAMP_COMPILED)
 #error torchamp/compiled.h comes after another header of torchamp, which has taken this program for one that is compiled \

@@ -15,14 +15,14 @@ namespace TORCHAMP_NAMESPACE {
 /// How a CPU computes products of operands in fp16 or bf16: matrix products, convolutions,
 /// recurrent layers and the gradient of attention, forward and backward.
 enum class CpuProducts : std::uint8_t {
-  /// The faster of the two below, for each dtype; measured when the first guard needs to know.
+  /// The faster of the two ways below, for each dtype. The first guard that needs it measures both.
   fastest,
-  /// By LibTorch's kernels for 16 bits. A CPU without instructions for such products takes 5 to 100
-  /// times as long as in fp32. Where oneDNN has no LSTM in 16 bits, an LSTM throws.
+  /// By LibTorch's kernels for 16 bits. On a CPU without instructions for such products they take 5
+  /// to 100 times as long as in fp32. An LSTM throws if oneDNN has no LSTM in 16 bits for the CPU.
   libtorch,
   /// In fp32: operands are converted to fp32, LibTorch's kernel for fp32 runs, and its result is
-  /// rounded once to 16 bits, as on a GPU. Products of a matrix and a vector stay LibTorch's, which
-  /// are fast and exact.
+  /// rounded once to 16 bits, as on a GPU. Products of a matrix and a vector still use LibTorch's
+  /// kernels for 16 bits, which are fast and exact.
   fp32,
 };
 
@@ -30,15 +30,16 @@ enum class CpuProducts : std::uint8_t {
 /// The default is the value of the environment variable TORCHAMP_CPU_PRODUCTS (`fp32` or
 /// `libtorch`), and `fastest` if it is not set.
 ///
-/// The first enabled guard for a CPU in 16 bits decides. If the products are computed in fp32, it
-/// registers kernels for the CPU with LibTorch's dispatcher: then code without guards runs them,
-/// too, as backward passes do. An op whose CPU kernel another library has replaced keeps that
-/// kernel. A process without such a guard keeps LibTorch's kernels. Any thread; never synchronises.
+/// The first enabled guard for a CPU in 16 bits decides. If the products are computed in fp32, the
+/// guard registers kernels for the CPU with LibTorch's dispatcher. From then on, backward passes
+/// and code without guards also use these kernels. If another library has replaced an op's CPU
+/// kernel, that kernel stays. A process without such a guard keeps LibTorch's kernels. Any thread;
+/// never synchronises.
 void set_cpu_products(CpuProducts products);
 
-/// Returns how CPUs compute products in `dtype`, fp16 or bf16, at the next guard: `libtorch` or
-/// `fp32`. The first call for a dtype measures, in some milliseconds, unless a guard has done so.
-/// Any thread. Errors: another dtype; a bad value of TORCHAMP_CPU_PRODUCTS.
+/// Returns how CPUs compute products in `dtype` (fp16 or bf16) from the next guard on: `libtorch`
+/// or `fp32`. The first call for a dtype measures for some milliseconds, unless a guard has already
+/// measured. Any thread. Errors: another dtype; a bad value of TORCHAMP_CPU_PRODUCTS.
 CpuProducts cpu_products(at::ScalarType dtype);
 
 }  // namespace TORCHAMP_NAMESPACE

@@ -37,27 +37,28 @@ class CudaGraph;
 
 /// Options of a CudaGraph. An aggregate, for designated initialisers.
 struct CudaGraphOptions {
-  using Graph = CudaGraph;  ///< made with these options
+  using Graph = CudaGraph;  ///< the class of these options
 
-  /// Iterations that run eagerly before the capture; at least 1. They create the scale, the
-  /// optimizer's state and workspaces; the last one is searched for calls that synchronise.
+  /// Number of iterations that run eagerly before the capture; at least 1. They create the scale,
+  /// the optimizer's state and workspaces. In the last of them, calls that synchronise are
+  /// detected.
   int64_t warmup = 3;
   /// False: each call runs the iteration eagerly, on any device.
   bool enabled = true;
-  /// The models that the body calls, each a module, a pointer to one or a holder: after train() or
-  /// eval() of one of them, or of a part of it, the iteration is captured again; so it is if a
-  /// weight or buffer gets other memory (set_data()) or another requires_grad. A TrainingStep adds
-  /// its own. Changes of other models, and modules that are replaced, are not seen.
+  /// The models that the body calls: modules, pointers to modules, or holders. The iteration is
+  /// captured again after train() or eval() of one of them or of a part of one, and if a weight or
+  /// buffer gets other memory (set_data()) or another requires_grad. A TrainingStep adds its own
+  /// model. Changes of other models, and replaced modules, are not detected.
   std::vector<detail::Model> models = {};
-  /// Number of graphs: one for each of the latest combinations of the inputs' shapes and dtypes,
-  /// which share their memory. Each combination has its own warm-ups. If there are as many graphs
-  /// already, a combination that was called `warmup` times takes the place of one that was not
-  /// called meanwhile; if there is none, it goes on eagerly. With 1, another shape is an error,
+  /// Maximum number of graphs. Each combination of the inputs' shapes and dtypes has its own graph
+  /// and its own warm-ups; all graphs share their memory. If the maximum is reached, a new
+  /// combination replaces a graph that was not called during the new combination's warm-ups; if all
+  /// graphs were called, the new combination runs eagerly. With 1, another shape is an error,
   /// unless when_possible is set.
   int64_t shapes = 1;
-  /// True: iterations that cannot be captured (an ordinary optimizer, a body that reads the device,
-  /// inputs that require grad, a device without graphs, …) go on eagerly, which is said once, with
-  /// the reason. So do those that would be replayed wrongly; see CudaGraph.
+  /// True: iterations that cannot be captured run eagerly (an ordinary optimizer, a body that reads
+  /// the device, inputs that require grad, a device without graphs, …), and one warning names the
+  /// reason. Iterations that a replay would compute wrongly also run eagerly; see CudaGraph.
   bool when_possible = false;
 };
 
@@ -81,46 +82,51 @@ struct CudaGraphOptions {
 ///     });
 ///     for (auto& batch : *loader) torch::Tensor loss = iteration({batch.data, batch.target})[0];
 ///
-/// Every call is one iteration. The first `warmup` calls run eagerly, on a separate stream; the
-/// next one captures the body, which is its last call, and replays; from then on a call only copies
-/// the inputs and replays. The device handles overflow, skipped steps and the scale's growth
-/// exactly like in eager iterations.
+/// Every call is one iteration. The first `warmup` calls run the body eagerly, on a separate
+/// stream. The next call runs the body for the last time, to capture it, and replays. From then on
+/// a call only copies the inputs and replays. The device handles overflow, skipped steps and the
+/// scale's growth exactly as in eager iterations.
 ///
-/// A replay runs no host code: what the body does on the host (counting, printing, choosing a
-/// branch) happens for the last time in the capture. Learning rates may change at any time;
-/// captured steps round them to fp32. After another change of an optimizer's options or state, a
-/// step with gradients of other parameters (eager or in another graph), or train(), eval(), other
-/// memory or another requires_grad of a part of one of `models`, the next call runs eagerly and the
-/// one after captures again. A GradScaler's factors and intervals stay as captured (a TrainingStep
-/// captures again); its scale may be set at any time.
+/// A replay runs no host code: counting, printing or choosing a branch in the body happens for the
+/// last time in the capture. Learning rates may change at any time; captured steps round them to
+/// fp32. The scale of a GradScaler may be set at any time; its factors and intervals are frozen at
+/// capture (a TrainingStep captures again if they change).
 ///
-/// What the body takes from the host besides its inputs stays as captured, and so do LibTorch's
-/// settings, for example TF32. A difference between the ops, numbers and tensors of the last
-/// warm-up, from the second one on, and of the capture causes a warning, once; the second capture
-/// that reads memory freed meanwhile is an error. With `when_possible` either goes on eagerly.
+/// The next call runs eagerly, and the call after it captures again, after any of these: another
+/// change of an optimizer's options or state; a step with gradients of other parameters, eager or
+/// in another graph; train(), eval(), other memory or another requires_grad in one of `models`.
 ///
-/// `optimizers` are those that the body steps; they must take scale and overflow flag on the device
-/// (torchamp's fused ones). Make the guard inside the body. Random numbers (dropout) continue from
-/// replay to replay.
+/// All other values that the body reads from the host are frozen at capture, and so are LibTorch's
+/// settings, for example TF32. If ops, numbers or tensors of the capture differ from the last
+/// warm-up (with two or more warm-ups), it warns once. If a graph reads memory that was freed since
+/// its capture, it is captured again; if this happens a second time, it is an error. With
+/// `when_possible` the iteration runs eagerly in both cases.
+///
+/// `optimizers` are the optimizers that the body steps; they must take scale and overflow flag on
+/// the device, as torchamp's fused optimizers do. Create the guard inside the body. Random numbers
+/// (dropout) continue from replay to replay.
 ///
 /// Threads: one call at a time, with the same current stream. Only the capture synchronises.
 ///
-/// Memory: what the warm-ups create on the device (optimizer state, gradients, the scale) belongs
-/// to the graph's own stream. The caller's stream may use it after any call, but it must not be
-/// freed while later work of the caller's stream uses it: synchronize the device before you destroy
-/// optimizer, scaler or model before the program ends.
+/// Memory: tensors that the warm-ups create on the device (optimizer state, gradients, the scale)
+/// belong to the graph's own stream. The caller's stream may use them after any call, but they must
+/// not be freed while the caller's stream still uses them. So synchronise the device before you
+/// destroy optimizer, scaler or model, unless the program ends.
 ///
-/// Devices: CUDA, and with LibTorch 2.15 each one whose backend registers graphs
+/// Devices: CUDA, and with LibTorch 2.15 each device whose backend registers graphs
 /// (REGISTER_GRAPH_IMPL in ATen/core/GraphImplInterface.h).
 ///
-/// Errors at construction: an ordinary optimizer; parameters on several devices or on one without
-/// graphs (a CPU, say); more graphs alive than LibTorch has streams per device (64 with CUDA). In
-/// the first warm-up iteration: a body with DistributedDataParallel, or with a checkpoint() that
-/// keeps the random state. In the last one, which still runs as usual: a body that synchronises or
-/// draws random numbers on the host (with the op's name). In any call: inputs that do not fit,
-/// which change nothing. A capture that fails (for lack of memory with c10::OutOfMemoryError)
-/// leaves weights, optimizer and scale unchanged, and the next call captures again; after an error
-/// between unscale_ and update, first call GradScaler::discard().
+/// Errors:
+///  - At construction: an ordinary optimizer; parameters on several devices, or on a device without
+///    graphs such as a CPU; more graphs alive than LibTorch has streams per device (64 with CUDA).
+///  - In the first warm-up: a body with DistributedDataParallel, or with a checkpoint() that
+///    preserves the random state.
+///  - In the last warm-up, which still trains as usual: a body that synchronises or draws random
+///    numbers on the host (the error names the op).
+///  - In any call: inputs that do not fit. Nothing is changed.
+///  - A capture that fails (if memory runs out, with c10::OutOfMemoryError). Weights, optimizer and
+///    scale are unchanged, and the next call captures again. After an error between unscale_ and
+///    update, first call GradScaler::discard().
 ///
 /// Source of the method: PyTorch's notes on CUDA graphs ("whole-network capture").
 class CudaGraph {
@@ -130,7 +136,7 @@ class CudaGraph {
   /// The optimizers that an iteration steps.
   using Optimizers = std::vector<std::reference_wrapper<torch::optim::Optimizer>>;
 
-  /// `body` takes the inputs and returns an at::Tensor, a std::vector of them, or nothing.
+  /// `body` takes the inputs and returns an at::Tensor, a std::vector of tensors, or nothing.
   template <std::invocable<const Tensors&> Body>
   CudaGraph(torch::optim::Optimizer& optimizer, Body body, CudaGraphOptions options = {})
       : CudaGraph(Optimizers{optimizer}, std::move(body), std::move(options)) {}
@@ -144,14 +150,14 @@ class CudaGraph {
   CudaGraph(const CudaGraph&) = delete;
   CudaGraph& operator=(const CudaGraph&) = delete;
 
-  /// Runs an iteration on `batch`: tensors on the CPU (pinned ones are copied without waiting) or
-  /// on the parameters' device, of the same shapes and dtypes in each call (or see `shapes`); the
-  /// body gets copies laid out as the first ones. Returns what the body returned, detached; the
-  /// next call overwrites it, so clone() what you keep.
+  /// Runs an iteration on `batch`: tensors on the CPU (pinned tensors are copied without waiting)
+  /// or on the parameters' device. Shapes and dtypes are the same in each call, unless you set
+  /// `shapes`. The body gets copies, with the memory layout of the first call's inputs. Returns the
+  /// body's results, detached. The next call overwrites them: clone() results that you keep.
   const Tensors& operator()(const Tensors& batch) { return run(batch, {}).tensors; }
 
-  /// Whether the next call with inputs of the latest shapes and dtypes replays, if nothing changes
-  /// before that a graph does not hold.
+  /// Whether the next call with inputs of the latest shapes and dtypes replays, unless a change
+  /// requires a new capture.
   bool is_captured() const { return latest_ && latest_->is_captured(); }
 
   /// Drops the graphs and the inputs' shapes: the next calls warm up and capture again.
@@ -187,9 +193,9 @@ class CudaGraph {
         options_.warmup >= 1, "CudaGraph: warmup is ", options_.warmup,
         ". At least one iteration must run eagerly, to create the optimizer's state.");
     TORCH_CHECK_VALUE(options_.shapes >= 1, "CudaGraph: shapes is ", options_.shapes,
-                      ". It is 1 or more; {.enabled = false} captures nothing.");
+                      ". It must be 1 or more. To capture nothing, pass {.enabled = false}.");
     for (const detail::Model& model : options_.models) {
-      TORCH_CHECK_VALUE(model.get(), "CudaGraph: one of .models is null.");
+      TORCH_CHECK_VALUE(model.get(), "CudaGraph: a pointer in .models is null. Leave it out.");
     }
     if (!options_.enabled) return;
     try {
@@ -208,7 +214,7 @@ class CudaGraph {
   }
 
  private:
-  /// Wraps any body as one that returns a vector.
+  /// Wraps any body in a function that returns a vector.
   template <class Body>
   static std::function<detail::BodyResult(const Tensors&)> wrap(Body body) {
     using Result = std::invoke_result_t<Body&, const Tensors&>;
@@ -277,7 +283,8 @@ inline const detail::BodyResult& CudaGraph::run(const Tensors& batch,
   return work_.outputs;
 }
 
-/// The iteration of `batch`, which may be a new one; null if it fits none and goes on eagerly.
+/// The iteration for `batch`, which may be new; null if there is none for it, so the call runs
+/// eagerly.
 inline detail::CapturedIteration* CudaGraph::iteration_for(const Tensors& batch,
                                                            const detail::CapturedCall& call) {
   for (const auto& one : iterations_) {
@@ -307,8 +314,8 @@ inline detail::CapturedIteration* CudaGraph::iteration_for(const Tensors& batch,
   return iterations_.emplace_back(std::move(made)).get();
 }
 
-/// Whether there may be another graph, for `wanting`. If there are `shapes` already, the one goes
-/// whose latest call lies longest behind, if `wanting` was called `warmup` times since.
+/// Whether `wanting` may have a graph. If there are already `shapes` graphs, the least recently
+/// called graph is dropped, provided that `wanting` was called `warmup` times since.
 inline bool CudaGraph::make_room_for(const detail::CapturedIteration& wanting) {
   if (!wanting.may_capture()) return false;
   const auto is_captured = [&](const auto& one) {
@@ -322,10 +329,11 @@ inline bool CudaGraph::make_room_for(const detail::CapturedIteration& wanting) {
   return true;
 }
 
-/// Their parameters' device, if they can be captured.
+/// Returns the device of the optimizers' parameters. Throws if the optimizers cannot be captured.
 inline c10::Device CudaGraph::check_optimizers() const {
-  TORCH_CHECK_VALUE(!work_.optimizers.empty(),
-                    "CudaGraph: no optimizer. Pass those that the iteration steps.");
+  TORCH_CHECK_VALUE(
+      !work_.optimizers.empty(),
+      "CudaGraph: there is no optimizer. Pass the optimizers that the iteration steps.");
   std::optional<c10::Device> device;
   for (torch::optim::Optimizer& optimizer : work_.optimizers) {
     TORCH_CHECK_TYPE(
@@ -336,12 +344,15 @@ inline c10::Device CudaGraph::check_optimizers() const {
     detail::any_parameter(optimizer, [&](const at::Tensor& parameter) {
       TORCH_CHECK_VALUE(!device || *device == parameter.device(),
                         "CudaGraph: there are parameters on ", *device, " and on ",
-                        parameter.device(), ", but a graph belongs to one device.");
+                        parameter.device(),
+                        ", but a graph belongs to one device. Move the model to one device.");
       device = parameter.device();
       return false;
     });
   }
-  TORCH_CHECK_VALUE(device, "CudaGraph: the optimizers have no parameters.");
+  TORCH_CHECK_VALUE(device,
+                    "CudaGraph: the optimizers have no parameters. Pass the optimizers that the "
+                    "iteration steps.");
   return *device;
 }
 

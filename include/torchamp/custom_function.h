@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Extra. AutocastFunction: an autograd function whose backward has forward's autocast
+/// @brief Extra. AutocastFunction: an autograd function whose backward runs in forward's autocast
 /// state.
 
 #include <ATen/autocast_mode.h>
@@ -41,7 +41,7 @@ struct SavedAutocastState final : torch::CustomClassHolder {
   AutocastState state = AutocastState::of_this_thread();
 };
 
-/// The function that LibTorch sees: the user's forward and backward, each under forward's autocast
+/// The function that LibTorch calls: it runs the user's forward and backward in forward's autocast
 /// state.
 template <class T>
 struct AutocastFunctionNode : torch::autograd::Function<AutocastFunctionNode<T>> {
@@ -84,7 +84,7 @@ class CastInputs {
   CastInputs(const CastInputs&) = delete;
   CastInputs& operator=(const CastInputs&) = delete;
   ~CastInputs() {
-    // A tensor that was written to may be in the cache.
+    // The cache may hold a cast that forward has written to.
     if (wrote_to_any()) at::autocast::clear_cache();
   }
 
@@ -107,7 +107,7 @@ class CastInputs {
     }
   }
 
-  /// Whether a cast's result has been written to in place, also through a view.
+  /// Whether forward has written in place to the result of a cast or to a view of it.
   bool wrote_to_any() const {
     return std::ranges::any_of(
         made_, [](const auto& made) { return version_of(made.first) != made.second; });
@@ -137,11 +137,11 @@ class CastInputs {
 
   at::ScalarType dtype_;
   std::vector<at::DeviceType> devices_;
-  std::vector<std::pair<at::Tensor, std::uint32_t>> made_;  // with their versions
+  std::vector<std::pair<at::Tensor, std::uint32_t>> made_;  // and their versions
 };
 
-/// A cast input in the type that the caller passed: LibTorch looks into an at::TensorList, not into
-/// a vector.
+/// A cast input in the type that the caller passed: LibTorch finds the tensors of an
+/// at::TensorList, but not of a vector.
 template <class Given, class Input>
 decltype(auto) as_input(Input&& input) {
   if constexpr (std::same_as<std::remove_cvref_t<Given>, at::TensorList>) {
@@ -153,8 +153,8 @@ decltype(auto) as_input(Input&& input) {
 
 }  // namespace detail
 
-/// Base of a custom autograd function whose backward runs under the autocast state and policy of
-/// its forward: torch.amp's custom_fwd and custom_bwd. Use it in place of
+/// Base of a custom autograd function whose backward runs in the autocast state and policy of its
+/// forward, like torch.amp's custom_fwd and custom_bwd. Use it in place of
 /// torch::autograd::Function, with the same forward, backward and apply.
 ///
 ///     struct Exp : torchamp::AutocastFunction<Exp> {
@@ -168,13 +168,14 @@ decltype(auto) as_input(Input&& input) {
 /// under "torchamp.state".
 ///
 /// With a second argument, `AutocastFunction<Exp, torch::kFloat>`, the function gets its inputs in
-/// that dtype and runs without autocast: in a region, floating-point tensors other than fp64 on a
-/// device with autocast are cast to it, and forward and backward run with autocast off. Outside a
-/// region nothing is cast. Casts apply to inputs of type at::Tensor, std::optional<at::Tensor>,
-/// at::TensorList and std::vector<at::Tensor>. Unlike in torch.amp, the cast is part of the graph,
-/// so a double backward reaches the inputs through tensors that forward saved; and an in-place
-/// write of forward to a cast input, or to a view of it, is an error, since the caller's tensor
-/// would not change.
+/// that dtype and runs without autocast. In a region, floating-point tensors other than fp64 on a
+/// device with autocast are cast to the dtype, and forward and backward run with autocast off.
+/// Outside a region nothing is cast. Casts apply to inputs of type at::Tensor,
+/// std::optional<at::Tensor>, at::TensorList and std::vector<at::Tensor>.
+///
+/// Two differences from torch.amp: the cast is part of the graph, so a double backward reaches the
+/// inputs through tensors that forward saved. And forward must not write in place to a cast input
+/// or to a view of it: this is an error, because the caller's tensor would not change.
 ///
 /// Threads: like torch::autograd::Function. Never synchronises. Source: torch/amp/autocast_mode.py.
 template <class T, at::ScalarType cast_inputs = at::ScalarType::Undefined>
@@ -184,7 +185,7 @@ struct AutocastFunction {
                     cast_inputs == at::kDouble,
                 "AutocastFunction: inputs can be cast to a floating-point dtype only");
 
-  /// Runs T::forward and records T::backward; arguments and result are those of
+  /// Runs T::forward and records T::backward, with the arguments and the result of
   /// torch::autograd::Function<T>::apply.
   template <class... Args>
   static auto apply(Args&&... args) {

@@ -2,8 +2,8 @@
 #pragma once
 
 /// @file
-/// @brief Core. GradScaler: scales the loss, skips bad steps, adapts the scale. StepResult: what
-/// came of a step.
+/// @brief Core. GradScaler: scales the loss, skips bad steps, adapts the scale. StepResult: the
+/// result of a step.
 
 #include <ATen/core/Tensor.h>
 #include <torch/optim/optimizer.h>
@@ -27,7 +27,7 @@ class GradScaler;
 namespace detail {
 struct ScalerParts;
 
-/// What torchamp/torchamp.h adds.
+/// torchamp/torchamp.h specialises this.
 template <class AnyScaler>
 struct ScalerArchive {
   static_assert(sizeof(AnyScaler) == 0,
@@ -35,13 +35,13 @@ struct ScalerArchive {
 };
 }  // namespace detail
 
-/// What came of a GradScaler::step.
+/// The result of a GradScaler::step.
 ///
 ///     if (!scaler.step(optimizer)) std::cout << "skipped\n";
 ///
-/// A query uses what the host knows, and otherwise synchronises with the device once; the answer is
-/// remembered. A result that is never queried costs nothing. The answers are those of the step,
-/// whatever update() did since. Copies share them. Not for use by several threads at once.
+/// A query synchronises with the device once, unless the host already has the value. Further
+/// queries and copies of the result share the value. A result that is never queried costs nothing.
+/// A later update() does not change the values. One thread at a time.
 class StepResult {
  public:
   /// Whether the optimizer stepped. False: a gradient held an inf or a NaN, or there was no
@@ -50,14 +50,16 @@ class StepResult {
   /// Whether the optimizer stepped: stepped().
   explicit operator bool() const { return stepped(); }
 
-  /// The overflow flag where it lies, to decide by it on the device: 0-dim fp32, non-zero if the
-  /// step was skipped for an inf or a NaN. Undefined for a disabled scaler. Never synchronises.
+  /// The overflow flag on its device: 0-dim fp32, non-zero if the step was skipped because of an
+  /// inf or a NaN. Ops on the device can depend on it. Undefined for a disabled scaler. Never
+  /// synchronises.
   at::Tensor found_inf() const { return record_->found_inf.tensor; }
 
-  /// What the gradients were scaled by; 1 for a disabled scaler.
+  /// The scale of the gradients; 1 for a disabled scaler.
   double scale() const { return record_->scale.read(); }
 
-  /// How many iterations in a row, this one included, held an inf or a NaN; 0 if it stepped.
+  /// The number of consecutive iterations with an inf or a NaN, including this one; 0 if the
+  /// optimizer stepped.
   int64_t skips_in_a_row() const {
     const bool bad = record_->found_inf.read();
     if (!bad && record_->had_gradients) return 0;
@@ -67,11 +69,12 @@ class StepResult {
   /// False if none of the optimizer's parameters had a gradient. Never synchronises.
   bool had_gradients() const { return record_->had_gradients; }
 
-  /// If there was none: every parameter, with the reason. Never synchronises.
+  /// If no parameter had a gradient: every parameter, with the reason. Otherwise empty. Never
+  /// synchronises.
   const std::vector<MissingGradient>& missing_gradients() const { return record_->missing; }
 
-  /// What the optimizer's step returned: undefined in general, and if it did not step; with a
-  /// closure, the loss.
+  /// The value that the optimizer's step returned: the loss if there is a closure. Undefined if the
+  /// step was skipped, and for most optimizers without a closure.
   const at::Tensor& value() const { return record_->value; }
 
  private:
@@ -93,34 +96,35 @@ class StepResult {
 ///     scaler.step(optimizer);
 ///     scaler.update();
 ///
-/// step() synchronises once, for any number of parameters, groups and devices. With an optimizer
-/// that implements ScaledStep, such as FusedAdam, it does not. Other calls do not either, unless
-/// they say so. The number of kernels does not grow with the number of parameters.
+/// step() synchronises once, for any number of parameters, groups and devices. It does not
+/// synchronise if the optimizer implements ScaledStep, as FusedAdam does. Other calls synchronise
+/// only if their comment says so. The number of kernels does not grow with the number of
+/// parameters.
 ///
 /// In its first iterations a scaler warns of calls in an order that trains wrongly: see
 /// GradScalerOptions::check_order.
 ///
-/// Errors are c10::Error; a call that fails leaves the scaler unchanged. Exception: if the
-/// program's handler of warnings throws, or on_limit, step() without gradients or update() is
-/// complete. One thread at a time.
+/// Errors are c10::Error; a call that fails leaves the scaler unchanged. Exception: if on_limit or
+/// the program's handler of warnings throws, the update() or the step() without gradients is
+/// already complete. One thread at a time.
 class GradScaler {
  public:
-  /// Checks the options; an error names the one that is out of range. The first scale() creates the
-  /// scale, on the device of its argument.
+  /// Checks the options; an error names the option that is out of range. The first scale() creates
+  /// the scale, on the device of its argument.
   explicit GradScaler(GradScalerOptions options = {});
 
   GradScaler(const GradScaler&) = delete;
   GradScaler& operator=(const GradScaler&) = delete;
-  /// Takes over the state of the other one, which may then only be assigned to or destroyed.
+  /// Moves the state. The other scaler may then only be assigned to or destroyed.
   GradScaler(GradScaler&&) noexcept;
   /// Like the move constructor.
   GradScaler& operator=(GradScaler&&) noexcept;
   ~GradScaler();
 
-  /// Returns `outputs` (usually the loss) times the scale. The first tensor decides on which device
-  /// the scale lives: pass one on the parameters' device, since with a scale on the host and
-  /// gradients elsewhere the check has to wait. An fp16 or bf16 scalar is returned in fp32, which
-  /// can hold the product; other shapes keep their dtype. If the scale is fixed at 1
+  /// Returns `outputs` (usually the loss) times the scale. The scale is created on the device of
+  /// the first tensor: pass a tensor on the parameters' device. If the scale is on the host and the
+  /// gradients are on a device, each check has to wait. An fp16 or bf16 scalar is returned in fp32,
+  /// which can hold the product; other shapes keep their dtype. If the scale is fixed at 1
   /// (skip_non_finite()), `outputs` is returned unchanged. Error: a loss that this scaler has
   /// already scaled.
   at::Tensor scale(const at::Tensor& outputs);
@@ -130,45 +134,48 @@ class GradScaler {
   std::vector<at::Tensor> scale(at::TensorList outputs);
 
   /// Divides the gradients of all groups of `optimizer` by the scale, in place, so that the program
-  /// can clip or inspect them; step() then does not. Once per optimizer between two calls of
-  /// update(), after the last backward(), since gradients added later stay scaled. If gradients of
-  /// two parameters share memory, unscale_ and step() first replace one of them by a clone. Errors:
-  /// fp16 gradients (before any is changed), a second call, a call after step(), a gradient that
-  /// another optimizer's unscale_ or step has divided in this iteration.
+  /// can clip or inspect them. step() then does not divide again. Call it once per optimizer
+  /// between two calls of update(), after the last backward(): gradients added later stay scaled.
+  /// If gradients of two parameters share memory, unscale_ and step() first replace one of them by
+  /// a clone. Errors: fp16 gradients (before any is changed); a second call; a call after step(); a
+  /// gradient that unscale_ or step has already divided for another optimizer in this iteration.
   void unscale_(torch::optim::Optimizer& optimizer);
 
-  /// Unscales the gradients if unscale_ has not, and calls `optimizer.step()` unless one is inf or
-  /// NaN. Once per optimizer between two calls of update(). An optimizer without any gradient is
-  /// not stepped: one warning, and the result, name the parameters and the reasons. If
-  /// `optimizer.step()` throws, step() may be called again. Within a region, later ops use the new
-  /// weights. Errors: LBFGS, which needs a closure (step() in closure_step.h); gradients that
-  /// appeared after unscale_ had found none, that MasterWeights::take_gradients() made after it, or
-  /// of a parameter that was added to the optimizer after it; a gradient that another
-  /// optimizer's unscale_ or step has divided in this iteration.
+  /// Unscales the gradients, unless unscale_ has done so, and calls `optimizer.step()` if all
+  /// gradients are finite. Call it once per optimizer between two calls of update(). An optimizer
+  /// without any gradient is not stepped: one warning names the parameters and the reasons, and so
+  /// does the result. If `optimizer.step()` throws, step() may be called again. In a region,
+  /// later ops use the new weights.
+  ///
+  /// Errors: LBFGS, which needs a closure (step() in closure_step.h). A gradient that unscale_ or
+  /// step has already divided for another optimizer in this iteration. After unscale_: gradients if
+  /// unscale_ found none, gradients that MasterWeights::take_gradients() made since, and gradients
+  /// of a parameter that was added to the optimizer since.
   StepResult step(torch::optim::Optimizer& optimizer);
 
-  /// Forgets what this iteration has recorded about `optimizer`, for a program that drops its
-  /// gradients after an error and continues. They then count as neither unscaled nor stepped; the
-  /// scale is unchanged.
+  /// Clears the scaler's records of `optimizer` in this iteration: its gradients count as neither
+  /// unscaled nor stepped. The scale is unchanged. Call it if the program drops the gradients after
+  /// an error and continues.
   void discard(const torch::optim::Optimizer& optimizer);
 
-  /// Ends an iteration: backs off the scale if the gradients of any optimizer held an inf or a NaN,
-  /// and grows it after growth_interval iterations without. An optimizer must have been stepped or
-  /// unscaled before. Throws where a limit is set to throw. Warns once in a scaler's life after 100
-  /// consecutive bad iterations, or up to 32 later if only the device knows.
+  /// Ends an iteration. If the gradients of any optimizer held an inf or a NaN, the scale backs
+  /// off. After growth_interval iterations without, the scale grows. An optimizer must have been
+  /// stepped or unscaled before. Throws at a limit that is set to throw. Warns once in a scaler's
+  /// life, after 100 consecutive bad iterations; if only the device has the overflow flags, the
+  /// warning comes up to 32 iterations later.
   void update();
 
-  /// Ends an iteration and sets the scale, whatever the gradients held; growth_tracker is
-  /// unchanged.
+  /// Ends an iteration and sets the scale, even if a gradient held an inf or a NaN; growth_tracker
+  /// is unchanged.
   void update(double new_scale);
 
-  /// Ends an iteration and sets the scale to the only element of `new_scale`, on the scale's type
-  /// of device. It is read only in host memory; elsewhere a value outside the limits becomes the
-  /// nearest limit.
+  /// Ends an iteration and sets the scale to the only element of `new_scale`, a tensor on the
+  /// scale's type of device. In host memory the value is checked against the limits; on a device it
+  /// is not read, and a value outside the limits becomes the nearest limit.
   void update(const at::Tensor& new_scale);
 
-  /// The scale; 1 if disabled. Synchronises only if the host does not know it, that is, after a
-  /// fused optimizer's step on a GPU.
+  /// The scale; 1 if disabled. Synchronises only if the value is on the device alone, that is,
+  /// after a fused optimizer's step on a GPU.
   double get_scale() const;
 
   /// The scale on its device: 0-dim fp32, changed in place by update(); do not write to it.
@@ -185,23 +192,24 @@ class GradScaler {
   bool is_stepped(const torch::optim::Optimizer& optimizer) const;
 
   /// Whether `optimizer`'s gradients held an inf or a NaN when they were unscaled in this
-  /// iteration, as agreed with the other processes: 0-dim fp32, 0 or 1, on the scale's device.
-  /// Undefined if they were not unscaled, or if disabled. Never synchronises.
+  /// iteration: 0-dim fp32, 0 or 1, on the scale's device. With agree_found_inf, the value that the
+  /// processes agreed on. Undefined if the gradients were not unscaled, or if disabled. Never
+  /// synchronises.
   at::Tensor found_inf(const torch::optim::Optimizer& optimizer);
 
   /// The factor by which the scale grows.
   double get_growth_factor() const { return options().growth_factor; }
-  /// From the next update() on. Error: not above 1.
+  /// Sets it, from the next update() on. Error: a factor that is not above 1.
   void set_growth_factor(double factor) { scale_.set_growth_factor(factor); }
   /// The factor by which the scale backs off.
   double get_backoff_factor() const { return options().backoff_factor; }
-  /// From the next update() on. Error: not between 0 and 1.
+  /// Sets it, from the next update() on. Error: a factor that is not between 0 and 1.
   void set_backoff_factor(double factor) { scale_.set_backoff_factor(factor); }
   /// Number of consecutive good iterations after which the scale grows.
   int64_t get_growth_interval() const { return options().growth_interval; }
-  /// If more good iterations have passed already, the scale grows after the next one.
+  /// Sets it. If more good iterations have already passed, the scale grows after the next one.
   void set_growth_interval(int64_t interval) { scale_.set_growth_interval(interval); }
-  /// False if the scaler was made with `.enabled = false`.
+  /// False if the scaler was created with `.enabled = false`.
   bool is_enabled() const { return options().enabled; }
   /// The options of construction, with later changes by setters.
   const GradScalerOptions& options() const { return scale_.options(); }
@@ -210,20 +218,21 @@ class GradScaler {
   /// get_scale.
   GradScalerState state_dict() const;
 
-  /// Loads all of `state`, or nothing if a value is out of range or the state is empty. State of
-  /// the update beyond torch.amp's is reset. Does nothing if disabled. Call it between iterations:
-  /// gradients that are there were scaled by the old scale, and step() divides by the new one.
+  /// Loads all of `state`. If a value is out of range or the state is empty, throws and loads
+  /// nothing. The state of options beyond torch.amp's is reset. Does nothing if disabled. Call it
+  /// between iterations: present gradients have the old scale, and step() would divide by the new
+  /// scale.
   void load_state_dict(const GradScalerState& state);
 
-  /// For torch::save(scaler, path): writes the state, and the update's state beyond torch.amp's.
-  /// Save after update(): an error after unscale_() or step(), and within a window of an
-  /// Accumulation, whose gradients would be lost; effects of scale() and
-  /// backward() alone are not saved. Needs torchamp/torchamp.h.
+  /// For torch::save(scaler, path): writes the state, including the state of options beyond
+  /// torch.amp's. Save after update(). Errors: a call between unscale_() or step() and update(); a
+  /// call in a window of an Accumulation, whose gradients would be lost. The effects of scale()
+  /// and backward() are not saved. Needs torchamp/torchamp.h.
   template <class AnyScaler = GradScaler>
   void save(torch::serialize::OutputArchive& archive) const {
     detail::ScalerArchive<AnyScaler>::save(*this, archive);
   }
-  /// For torch::load(scaler, path): loads what save() has written, all of it or nothing.
+  /// For torch::load(scaler, path): loads a file of save(), completely or not at all.
   template <class AnyScaler = GradScaler>
   void load(torch::serialize::InputArchive& archive) {
     detail::ScalerArchive<AnyScaler>::load(*this, archive);
@@ -247,11 +256,11 @@ struct ScalerParts {
   static StepResult result(std::shared_ptr<StepRecord> record) {
     return StepResult(std::move(record));
   }
-  /// A copy of a result that does not share the answers.
+  /// A copy of a result that does not share the values.
   static StepResult with_own_answers(const StepResult& of) {
     return result(std::make_shared<StepRecord>(*of.record_));
   }
-  /// What a disabled scaler's step returns.
+  /// The result of a disabled scaler's step.
   static StepResult unscaled_result(at::Tensor value) {
     auto record = std::make_shared<StepRecord>();
     record->value = std::move(value);
@@ -259,7 +268,8 @@ struct ScalerParts {
   }
 };
 
-/// Loads `state`, and from `rest` what the state does not hold; `call` begins error messages.
+/// Loads `state`, and from `rest` the values that the state does not hold; `call` begins error
+/// messages.
 TORCHAMP_BODY void restore_scaler(GradScaler& scaler, const char* call,
                                   const GradScalerState& state, ScaleMemory<double> rest);
 

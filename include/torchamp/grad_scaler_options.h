@@ -14,9 +14,9 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// What GradScaler::update does at a limit. Where only the device knows (after a fused optimizer's
-/// step on a GPU), it acts an iteration or a few later, when the device has told the host, without
-/// waiting.
+/// What GradScaler::update does at a limit. After a fused optimizer's step on a GPU, only the
+/// device has the scale; then update() acts one or a few iterations later, when the value has
+/// arrived on the host. It never waits for the value.
 enum class AtLimit {
   keep_going,   ///< nothing
   warn,         ///< a LibTorch warning, each time that the limit is reached
@@ -24,12 +24,13 @@ enum class AtLimit {
   call,         ///< calls GradScalerOptions::on_limit, each time, at the end of update()
 };
 
-/// How long a GradScaler looks for calls in an order that trains wrongly, such as a clip of scaled
-/// gradients: see the guide's page on mistakes. It warns once of each. A mistake that begins later
-/// is not reported. Errors that are certain, such as a second unscale_, do not depend on this.
+/// How long a GradScaler checks for calls in an order that trains wrongly, such as a clip of scaled
+/// gradients: see the guide's page on mistakes. It warns once of each mistake. A mistake that
+/// begins later is not reported. Certain mistakes, such as a second unscale_, are errors in every
+/// iteration.
 struct CheckOrder {
-  /// Iterations from the first on. These are slower: they compare weights and gradients, without
-  /// waiting for a device. 0: none.
+  /// The number of iterations that are checked, from the first on. These are slower: the scaler
+  /// compares weights and gradients, without waiting for a device. 0: none.
   int64_t first_iterations = 3;
 };
 
@@ -53,13 +54,14 @@ struct ScaleLimit {
 struct GradScalerOptions {
   /// The initial scale.
   double init_scale = 65536.;
-  /// The factor after growth_interval consecutive good iterations; above 1.
+  /// The scale grows by this factor after growth_interval consecutive good iterations; above 1.
   double growth_factor = 2.;
-  /// The factor after a bad iteration; between 0 and 1.
+  /// The scale is multiplied by this factor after a bad iteration; between 0 and 1.
   double backoff_factor = 0.5;
   /// Consecutive good iterations before the scale grows; from 1 to 2^31 - 1.
   int64_t growth_interval = 2000;
-  /// False: scale() returns its argument, step() is the optimizer's own, all else does nothing.
+  /// False: scale() returns its argument, step() is the optimizer's own step, and all other calls
+  /// do nothing.
   bool enabled = true;
 
   // Beyond torch.amp:
@@ -72,36 +74,40 @@ struct GradScalerOptions {
   double min_scale = std::numeric_limits<float>::min();
   /// The highest scale, rounded to fp32; by default the largest fp32 number.
   double max_scale = std::numeric_limits<float>::max();
-  /// What happens when the scale should back off, but is at min_scale.
+  /// What happens when the scale is at min_scale and cannot back off.
   AtLimit at_min_scale = AtLimit::warn;
 
-  /// Number of overflows that back off the scale; 1 backs off at the first. Only growth of the
-  /// scale resets the count. Above some 100,000, it is approximate where only the device knows the
-  /// scale.
+  /// The scale backs off at the overflow with this number, and at each later overflow until the
+  /// scale has grown. 1: at every overflow. Only growth of the scale resets the count. Above some
+  /// 100,000 the count is approximate if only the device has the scale.
   int64_t hysteresis = 1;
 
   /// The value of growth_tracker initially and after a bad iteration; 0 or below (DeepSpeed: -1).
   int64_t growth_tracker_start = 0;
 
-  /// If not 0: at_max_skips happens after each such number of consecutive bad iterations.
+  /// If not 0: at_max_skips applies after this number of consecutive bad iterations, and after each
+  /// multiple of it.
   int64_t max_skips_in_a_row = 0;
-  /// What happens then.
+  /// What happens after max_skips_in_a_row consecutive bad iterations.
   AtLimit at_max_skips = AtLimit::throw_error;
 
-  /// For AtLimit::call. It may call update(new_scale).
+  /// The function that AtLimit::call calls. It may call update(new_scale).
   std::function<void(const ScaleLimit&)> on_limit = nullptr;
 
-  /// Makes several processes agree on overflow: called once per optimizer and iteration, on every
-  /// path (also without gradients), with a 0-dim fp32 tensor on the scale's device, which is 1 if
-  /// this process found an inf or a NaN, otherwise 0. It must leave a non-zero value there, in
-  /// place or as another tensor, if any process found one: a sum or a maximum over all. Called more
-  /// often, on all processes alike, in a step with a closure (once per evaluation; all processes
-  /// must evaluate equally often, as they do if their losses and gradients agree) and with
-  /// `recheck` (by found_inf() before step() as well).
+  /// A function by which several processes agree on overflow. Its argument is a 0-dim fp32 tensor
+  /// on the scale's device: 1 if this process found an inf or a NaN, otherwise 0. The function must
+  /// make the value non-zero if it is 1 on any process, for example by a sum or a maximum over all
+  /// processes; it may write in place or assign another tensor.
+  ///
+  /// The scaler calls it once per optimizer and iteration, even without gradients. Two cases have
+  /// more calls, equally many on all processes: a step with a closure calls it once per evaluation,
+  /// so all processes must evaluate the loss equally often; with `recheck`, found_inf() before
+  /// step() calls it once more.
   std::function<void(at::Tensor& found_inf)> agree_found_inf = nullptr;
 
-  /// True: step() checks the gradients again after unscale_, clipping and changes by the program,
-  /// in a second pass. torch.amp does not see what becomes non-finite after its only check.
+  /// True: step() checks the gradients again, in a second pass, after unscale_, clipping and
+  /// changes by the program. torch.amp checks only once, so it misses infs and NaNs that appear
+  /// after unscale_.
   bool recheck = false;
 
   /// Warnings of calls in an order that trains wrongly.
@@ -130,9 +136,9 @@ struct GradScalerOptions {
             .growth_tracker_start = -1};
   }
 
-  /// fairseq's DynamicLossScaler (fairseq/optim/dynamic_loss_scaler.py at 0d77035e), with its own
-  /// defaults, for scales that are powers of two: its min_loss_scale of 1e-4 is never reached, so
-  /// the floor is the last power above it.
+  /// fairseq's DynamicLossScaler (fairseq/optim/dynamic_loss_scaler.py at 0d77035e), with its
+  /// defaults. fairseq's min_loss_scale is 1e-4. Because scales are powers of two, the lowest scale
+  /// here is the lowest power of two above 1e-4.
   static GradScalerOptions fairseq() {
     return {.init_scale = 0x1p15, .min_scale = 0x1p-13, .at_min_scale = AtLimit::throw_error};
   }
@@ -150,11 +156,11 @@ struct GradScalerOptions {
 struct GradScalerState {
   double scale = 0.;               ///< 0 in an empty state
   double growth_factor = 2.;       ///< the scale's factor when it grows
-  double backoff_factor = 0.5;     ///< its factor after a bad iteration
-  int64_t growth_interval = 2000;  ///< consecutive good iterations before it grows
-  int64_t growth_tracker = 0;      ///< good iterations since it grew or since a bad one
+  double backoff_factor = 0.5;     ///< the scale's factor after a bad iteration
+  int64_t growth_interval = 2000;  ///< consecutive good iterations before the scale grows
+  int64_t growth_tracker = 0;      ///< good iterations since growth or a bad iteration
 
-  /// Whether it is that of a disabled scaler.
+  /// Whether this is the state of a disabled scaler.
   bool empty() const { return scale == 0.; }
   bool operator==(const GradScalerState&) const = default;
 };

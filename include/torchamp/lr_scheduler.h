@@ -24,19 +24,19 @@ namespace TORCHAMP_NAMESPACE {
 
 /// Options of WarmupCosine and WarmupLinear. An aggregate, for designated initialisers.
 struct WarmupOptions {
-  /// The number of steps in which the rate grows from 0; 0: none.
+  /// The number of steps in which the rate grows from 0. 0: no warm-up.
   int64_t warmup_steps = 0;
-  /// The number of steps after which the rate has decayed; it stays there afterwards. Must be set.
+  /// The number of steps after which the rate has decayed; afterwards it is constant. Must be set.
   int64_t total_steps = 0;
-  /// The share of the full rate that is reached at total_steps.
+  /// The rate at total_steps, as a share of the full rate.
   double min_lr_ratio = 0.;
 };
 
 /// Base of WarmupCosine and WarmupLinear: an LRScheduler whose rates depend only on the full rates
 /// and on the number of steps.
 ///
-/// The full rate of a group is its rate at construction, or, if it was added later, at
-/// the next step(). After n calls of step() the rate is the full rate times
+/// The full rate of a group is its rate at construction. For a group that is added later it is the
+/// rate at the next step(). After n calls of step() the rate is the full rate times
 ///
 ///     n / warmup_steps            while n < warmup_steps; so the first step has a rate of 0
 ///     m + (1 - m) * decay(x)      with m = min_lr_ratio, and x from 0 at warmup_steps to 1 at
@@ -53,8 +53,8 @@ class WarmupScheduler : public torch::optim::LRScheduler {
     archive.write("full_rates", c10::IValue(full_rates_));
   }
 
-  /// Reads what save() wrote, and sets the rates of the optimizer. The options remain the options
-  /// of construction. If the archive has another number of groups, throws and changes nothing.
+  /// Reads what save() wrote, and sets the rates of the optimizer. The options of construction do
+  /// not change. If the archive has another number of groups, throws and changes nothing.
   void load(torch::serialize::InputArchive& archive) {
     c10::IValue steps, rates;
     archive.read("steps", steps);

@@ -34,8 +34,8 @@ namespace TORCHAMP_NAMESPACE {
 /// How MasterWeights stores its masters.
 enum class MasterStorage {
   full,   ///< as separate fp32 tensors: with the model's weights 6 bytes per weight
-  split,  ///< only the lower 16 bits beside the model's bf16 weights: together 4 bytes per weight.
-          ///< For fused optimizers only
+  split,  ///< only the lower 16 bits; the model's bf16 weights are the upper 16 bits: 4 bytes per
+          ///< weight. For fused optimizers only
 };
 
 class MasterWeights;
@@ -61,15 +61,15 @@ class MastersOfModel : public Masters {
     std::string name;
     at::Tensor parameter;
     bool is_narrow;         // kept in 16 bits
-    bool is_split = false;  // its lower 16 bits are stored beside it
+    bool is_split = false;  // its lower 16 bits are stored separately
     /// The optimizer's tensor, if it is not the parameter: the master, or this process's shard.
     at::Tensor master{};
     std::optional<std::size_t> index{};    // of a sharded one, in the layout
     GivenWeight given{};                   // the parameter, at the last copy
-    std::shared_ptr<MainGradient> main{};  // where backward takes gradients
+    std::shared_ptr<MainGradient> main{};  // with main_gradients: adds gradients in backward
 
     SplitWeight* split() const { return split_of(master.defined() ? master : parameter); }
-    /// What begins an error message.
+    /// The beginning of an error message.
     auto in(const std::string& call) const {
       return [this, &call] { return c10::str(call, ": the weight '", name, "'"); };
     }
@@ -83,18 +83,19 @@ class MastersOfModel : public Masters {
   /// Lists the model's parameters, each once. Throws if masters cannot be made.
   template <class Options>
   void list_weights(const Options& options, bool main_gradients);
-  /// The weight of that parameter; null if there is none.
+  /// The weight of this parameter of the model; null if there is none.
   const Weight* weight_of(const at::Tensor& parameter) const;
   void warn_of_written_model();
 
-  /// Throws if the masters' values are not at hand. `call` begins the message.
+  /// Throws if the masters' values cannot be saved now. `call` begins the message.
   virtual void check_saved(const std::string& call) const = 0;
   /// The value of a weight in a file, in its dtype.
   virtual at::Tensor value_of(const Weight& weight) const = 0;
-  /// Sets the value of a weight in `parameter`, which is or becomes the model's, and in its master.
+  /// Sets the value of a weight in `parameter` and in its master. `parameter` is or becomes the
+  /// model's parameter.
   virtual void set(const Weight& weight, const at::Tensor& value,
                    const at::Tensor& parameter) const = 0;
-  /// Whether the model has the masters' values.
+  /// Whether the masters were copied to the model since the last change.
   virtual bool is_copied() const { return true; }
   inline virtual void note_copied();
 
@@ -130,8 +131,8 @@ struct MasterWeightsOptions {
   bool main_gradients = false;
 };
 
-/// Keeps a model in 16 bits, with fp32 masters of its weights for the optimizer. 16 bits suffice to
-/// compute, but not to add small updates: a bf16 weight of 1 does not change by less than 0.004.
+/// Keeps a model in 16 bits, with fp32 masters of its weights for the optimizer. 16 bits are enough
+/// to compute, but not to add small updates: a bf16 weight of 1 cannot change by less than 0.004.
 /// Weights and activations take half the memory in forward and backward, and AutocastGuard has no
 /// weights to cast.
 ///
@@ -147,35 +148,39 @@ struct MasterWeightsOptions {
 ///     scaler.update();
 ///     masters.copy_to_model();
 ///
-/// Forward runs under an AutocastGuard of the same dtype, which casts between 16-bit and fp32
-/// layers. Move the model to its device first; then make this object; then the optimizer, and all
-/// else that refers to the model's parameters. Buffers, and parameters that are not fp32, fp16 or
-/// bf16, are unchanged. A parameter that does not require grad gets no master.
+/// Run forward under an AutocastGuard of the same dtype: it casts between 16-bit and fp32 layers.
+/// First move the model to its device, then create this object, then the optimizer and other
+/// objects that refer to the model's parameters. Buffers, and parameters that are not fp32, fp16 or
+/// bf16, are unchanged. A parameter that does not require grad has no master.
 ///
 /// With `.storage = MasterStorage::split` (bf16 only) the model's weight is the upper half of its
-/// master, rounded (ties away from zero), and the lower 16 bits are stored beside it. parameters()
-/// returns the model's weights, whose gradients become fp32 in take_gradients(). A fused optimizer
-/// steps both halves, in chunks of bounded size, with the results of full masters for the same
-/// gradients; its state is fp32. copy_to_model() is not needed. Any other optimizer is an error: in
-/// GradScaler::step and unscale_, or, without a scaler, in copy_to_model() or the next
-/// take_gradients(). LibTorch's SGD is detected by its call of the weights' data(). A program that
-/// calls it between take_gradients() and dropping the gradients without a step must drop them by
-/// zero_grad() here, or the fused optimizer's. Writing to the weights is also an error. A model
+/// master, rounded (ties away from zero), and the lower 16 bits are stored separately. parameters()
+/// returns the model's weights; take_gradients() makes their gradients fp32. A fused optimizer
+/// steps both halves, in chunks of bounded size. For the same gradients the results equal the
+/// results with full masters; the optimizer's state is fp32. copy_to_model() is not needed. A model
 /// that is cloned, moved or cast later has rounded weights and no masters.
 ///
-/// With `.main_gradients` backward() does the work of take_gradients(), one gradient at a time, and
-/// has its errors. The program's own hook on a weight still sees the 16-bit gradient.
+/// Split masters allow only fused optimizers. With any other optimizer, GradScaler::step and
+/// unscale_ throw; without a scaler, copy_to_model() or the next take_gradients() throws. Writing
+/// to the weights is also an error. LibTorch's SGD is detected by its call of the weights' data().
+/// So if the program itself calls data() after take_gradients() and then drops the gradients
+/// without a step, it must drop them by zero_grad() of this class or of the fused optimizer.
+///
+/// With `.main_gradients` backward() does the work of take_gradients(), one gradient at a time,
+/// with the same errors. The program's own hook on a weight still gets the 16-bit gradient.
 ///
 /// Only load() and keep() synchronise. One thread at a time.
 class MasterWeights final : public detail::MastersOfModel {
  public:
   /// Casts the parameters of `model`, in place. Errors, before anything is changed: a dtype other
-  /// than fp16 and bf16, or than bf16 for MasterStorage::split; a name in keep_fp32 that the model
-  /// does not have; a trained parameter that is a result of expand(); two parameters in the same
-  /// memory, one of them trained (one parameter in several places is not an error); a parameter
-  /// with a master in other MasterWeights or ShardedMasterWeights that still exist. If memory runs
-  /// out, the model is unchanged: until the constructor returns, the weights exist before and after
-  /// the cast (for split ones of an fp32 model, 8 bytes per weight).
+  /// than fp16 and bf16 (with MasterStorage::split: other than bf16); a name in keep_fp32 that the
+  /// model does not have; a trained parameter that is a result of expand(); two parameters in the
+  /// same memory if one of them is trained (one parameter that several modules share is not an
+  /// error); a parameter with a master in other MasterWeights or ShardedMasterWeights that still
+  /// exist.
+  ///
+  /// Until the constructor returns, the weights exist in both dtypes: with split masters of an fp32
+  /// model, 8 bytes per weight. If memory runs out, the model is unchanged.
   explicit MasterWeights(std::shared_ptr<torch::nn::Module> model,
                          MasterWeightsOptions options = {});
 
@@ -186,51 +191,55 @@ class MasterWeights final : public detail::MastersOfModel {
       : MasterWeights(std::shared_ptr<torch::nn::Module>(model.ptr()), std::move(options)) {}
 
   /// The tensors for the optimizer and clip_grad_norm_, in the model's order: the master of each
-  /// parameter, or the parameter itself if it is fp32 or split. Without those that do not require
-  /// grad.
+  /// parameter, or the parameter itself if it is fp32 or split. Parameters that do not require grad
+  /// are left out.
   using MastersOfModel::parameters;
 
   /// parameters(), with their names in the model: for parameter groups.
   inline std::vector<std::pair<std::string, at::Tensor>> named_parameters() const override;
 
   /// After backward(): adds the model's 16-bit gradients to the masters' gradients, in fp32, and
-  /// frees them. Call it after each micro-batch to accumulate in fp32, as an Accumulation does
-  /// itself, or once after several, which accumulates in 16 bits. With
-  /// DistributedDataParallel::no_sync(), call it once, after the last: only the model's gradients
-  /// are averaged. Call it before GradScaler::unscale_: in the before_unscale() of an Accumulation.
-  /// Two passes over all parameters (one if the masters have no gradients yet). An error if the
-  /// optimizer has changed the masters since the last copy_to_model() (with LibTorch's own SGD,
-  /// whose writes autograd does not see, only if a GradScaler took the step). Warns once if a fused
-  /// optimizer's zero_grad() was called between two backward passes with these gradients. Does
-  /// nothing with `.main_gradients`.
+  /// frees them. Call it before GradScaler::unscale_; with an Accumulation, in before_unscale(). If
+  /// you call it after each micro-batch, gradients accumulate in fp32 (an Accumulation does this
+  /// itself). If you call it once after several micro-batches, they accumulate in 16 bits. With
+  /// DistributedDataParallel::no_sync(), call it once, after the last micro-batch: only the model's
+  /// gradients are averaged. Does nothing with `.main_gradients`.
+  ///
+  /// Takes two passes over all parameters (one if the masters have no gradients yet). Error: the
+  /// optimizer has changed the masters since the last copy_to_model(). (LibTorch's own SGD writes
+  /// without changing versions, so its steps are detected only if a GradScaler took them.) Warns
+  /// once if a fused optimizer's zero_grad() was called between two backward passes with these
+  /// gradients.
   inline void take_gradients() override;
 
-  /// Clears the gradients of the model and of parameters(). Call it before backward() instead of
-  /// the optimizer's zero_grad(), which does not clear the model's, and after an exception between
-  /// backward() and take_gradients(). Accumulation::discard() also calls it.
+  /// Clears the gradients of the model and of parameters(). Call it before backward(), instead of
+  /// the optimizer's zero_grad(), which does not clear the model's gradients. Also call it after an
+  /// exception between backward() and take_gradients(); Accumulation::discard() calls it for you.
   void zero_grad();
 
   /// After the optimizer's step, taken or skipped: copies the masters to the model, rounded to 16
-  /// bits. One pass over all parameters per device; not needed for split masters. An error, before
-  /// anything is changed, if full masters are unchanged since the last call, no gradients were
-  /// taken since, and the model has some: take_gradients() was forgotten. What was written to the
-  /// model's weights since the last call is lost, with one warning, except where a weight was
-  /// written to twice, as by a program that tries averages and puts the weights back.
+  /// bits. One pass over all parameters per device; not needed for split masters. Error, before
+  /// anything is changed: take_gradients() was forgotten. (The model has gradients, but since the
+  /// last call no gradients were taken and full masters did not change.) Values that the program
+  /// has written to the model's weights since the last call are lost, with one warning. There is no
+  /// warning for a weight that was written twice: a program may write averages and then restore the
+  /// weights.
   inline void copy_to_model() override;
 
-  /// For torch::save(masters, path): writes what torch::save(model, path) writes, with the masters'
-  /// fp32 values. A plain fp32 model reads it with torch::load. It does not call an override of
-  /// save() in a module of the model. With a `dtype` after the archive, weights that the model
-  /// keeps in 16 bits are written in that dtype, the others and buffers unchanged. torch::load
-  /// takes such a file as being in the dtypes of the model: read it into a model of the same
-  /// dtypes.
+  /// For torch::save(masters, path): writes the same file as torch::save(model, path), with the
+  /// masters' fp32 values. torch::load reads it into a plain fp32 model. An override of save() in a
+  /// module of the model is not called.
+  ///
+  /// With a `dtype` after the archive, weights that the model keeps in 16 bits are written in that
+  /// dtype; other weights and buffers are unchanged. torch::load does not convert dtypes: read such
+  /// a file into a model of the same dtypes.
   using MastersOfModel::save;
 
   /// For torch::load(masters, path): fills masters and model, in place, from a file of save(), or
-  /// of torch::save of such a model, in any floating-point dtype. All or nothing. Errors include a
-  /// file with more weights than the model, one with complex numbers for real weights or fractions
-  /// for integers, and a buffer or frozen weight whose elements share memory. Until it returns, a
-  /// copy of the weights is on the host, for which it synchronises.
+  /// of torch::save of such a model, in any floating-point dtype. If it throws, nothing is changed.
+  /// Errors include: a file with more weights than the model; complex numbers for real weights, or
+  /// fractions for integers; a buffer or frozen weight whose elements share memory. Synchronises:
+  /// until it returns, it holds a copy of the weights on the host.
   inline void load(torch::serialize::InputArchive& archive) override;
 
   /// For TrainingCheckpoint: returns a function that restores the present weights from a copy on
@@ -260,7 +269,7 @@ class MasterWeights final : public detail::MastersOfModel {
   bool warned_of_left_ = false;
   bool was_taken_ = false;  // gradients were taken, or load() was called, since then
   std::shared_ptr<const void> token_ =
-      std::make_shared<char>();  // identifies these masters at the weights
+      std::make_shared<char>();  // identifies these masters in the weights' records
 };
 
 namespace detail {

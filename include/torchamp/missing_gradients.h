@@ -29,13 +29,13 @@ struct MissingGradient {
   };
   std::size_t group;     ///< index in Optimizer::param_groups()
   std::size_t index;     ///< index in that group
-  Reason reason;         ///< the first that applies
+  Reason reason;         ///< the first reason that applies
   at::Tensor parameter;  ///< the parameter
 };
 
-/// The parameters of `optimizer` without a gradient, in order. `loss_device` is the loss's device:
-/// a parameter elsewhere was probably moved, or its model was, after the optimizer was made. Never
-/// synchronises.
+/// Returns the parameters of `optimizer` without a gradient, in order. `loss_device` is the loss's
+/// device. If a parameter is on another device, the program has probably moved the model after
+/// creating the optimizer. Never synchronises.
 inline std::vector<MissingGradient> missing_gradients(const torch::optim::Optimizer& optimizer,
                                                       std::optional<at::Device> loss_device = {}) {
   using Reason = MissingGradient::Reason;

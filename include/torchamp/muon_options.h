@@ -22,17 +22,17 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// The options of FusedMuon, with the names and defaults of torch.optim.Muon. A group that has
-/// options uses all of them; LibTorch's own options take those that are left out from the
-/// optimizer's defaults.
+/// The options of FusedMuon, with the names and defaults of torch.optim.Muon. If a group has
+/// options, all of them apply to it. (In a group of LibTorch's own options, options that were not
+/// set come from the optimizer's defaults.)
 struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions> {
   /// How the learning rate depends on the shape of a matrix of A rows and B columns.
   enum class AdjustLr {
     original,            ///< lr * sqrt(max(1, A / B))
-    match_rms_adamw,     ///< lr * 0.2 * sqrt(max(A, B)): rates and decays tuned for AdamW fit
+    match_rms_adamw,     ///< lr * 0.2 * sqrt(max(A, B)): use lr and weight_decay of AdamW
     spectral_unclamped,  ///< lr * sqrt(A / B)
   };
-  /// Of the polynomial a X + b (X X') X + c (X X')^2 X of an iteration.
+  /// The coefficients a, b and c of an iteration's polynomial a X + b (X X') X + c (X X')^2 X.
   using NsCoefficients = std::tuple<double, double, double>;
 
   /// All other options have their defaults.
@@ -44,15 +44,16 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
 
   /// The learning rate.
   TORCH_ARG(double, lr);
-  /// Weight decay, decoupled as in AdamW: a step takes lr * weight_decay of each weight.
+  /// Weight decay, decoupled as in AdamW: a step subtracts lr * weight_decay times each weight.
   TORCH_ARG(double, weight_decay) = 0.1;
-  /// The share of the momentum that a step keeps.
+  /// The factor of the previous momentum in each step.
   TORCH_ARG(double, momentum) = 0.95;
-  /// Whether a step looks ahead along the momentum.
+  /// Whether a step uses Nesterov momentum.
   TORCH_ARG(bool, nesterov) = true;
   /// The coefficients of the Newton-Schulz iterations.
   TORCH_ARG(NsCoefficients, ns_coefficients) = {3.4445, -4.7750, 2.0315};
-  /// The smallest norm by which a matrix is divided before the iterations.
+  /// A matrix is divided by its norm before the iterations, or by this number if its norm is
+  /// smaller.
   TORCH_ARG(double, eps) = 1e-7;
   /// The number of Newton-Schulz iterations, below 100.
   TORCH_ARG(int64_t, ns_steps) = 5;

@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Extra. first_non_finite_op: the op that made the first inf or NaN.
+/// @brief Extra. first_non_finite_op: the op that computed the first inf or NaN.
 
 #include <ATen/core/Tensor.h>
 
@@ -20,20 +20,20 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// The first op that made an inf or a NaN.
+/// The first op that computed an inf or a NaN.
 struct NonFiniteOp {
-  std::string op;  ///< as dispatched, with its overload: `aten::mul.Tensor`
+  std::string op;  ///< the dispatched op with its overload: `aten::mul.Tensor`
   /// Whether backward called it.
   bool in_backward = false;
   std::string node;        ///< in backward: the autograd node, `AddmmBackward0`
   std::string forward_op;  ///< in backward: the op whose gradient it computes
-  /// Parameters, or views of them, among the inputs of the op (in backward: of forward_op).
+  /// Parameters, and views of parameters, among the inputs of the op (in backward: of forward_op).
   std::vector<std::string> parameters;
-  /// False: an input (data or a parameter) was already inf or NaN. Infs that the program made on
-  /// purpose, from which the op made NaNs, do not count.
+  /// False: an input (data or a parameter) already held an inf or a NaN. Infs that the program
+  /// creates on purpose do not count.
   bool inputs_were_finite = true;
-  /// Dtype, shape and largest absolute value of each tensor; for one with infs or NaNs their
-  /// number, and its name if it is a parameter.
+  /// Dtype, shape and largest absolute value of each tensor. For a tensor with infs or NaNs their
+  /// number; for a parameter its name.
   std::vector<std::string> inputs;
   at::ScalarType dtype = at::kFloat;  ///< of the output
   int64_t infs = 0;                   ///< in the output
@@ -46,9 +46,9 @@ std::optional<NonFiniteOp> find_non_finite_op(const std::function<void()>& forwa
                                               const NamedParameters& named);
 }
 
-/// Runs `forward_and_backward` again, checks each op's results, and returns the first op that makes
-/// an inf or a NaN from finite inputs; nothing if there is none. Call it after a skipped step, with
-/// the same batch and the same scale:
+/// Runs `forward_and_backward` again, checks each op's results, and returns the first op that
+/// computes an inf or a NaN from finite inputs; nullopt if there is none. Call it after a skipped
+/// step, with the same batch and the same scale:
 ///
 ///     auto replay = [&] {
 ///       torchamp::AutocastGuard autocast(torch::kCUDA);
@@ -56,19 +56,21 @@ std::optional<NonFiniteOp> find_non_finite_op(const std::function<void()>& forwa
 ///     };
 ///     if (auto op = torchamp::first_non_finite_op(replay, model)) std::cout << *op;
 ///
-/// Only ops that the program calls count, not those that these call. Infs that the program makes on
-/// purpose (a mask filled with -inf) and uninitialised memory do not count. Infs and NaNs from
-/// before the run (a mask, the data, a parameter) count if a gradient, or without backward() a
-/// result, is computed from them; a mask that ends in a softmax does not. Synchronises several
-/// times per op, so it is slow; gradients accumulate like in `forward_and_backward`. Not checked:
-/// ops on threads other than the caller's and autograd's, nested tensors, and dtypes for which
-/// LibTorch has no functions, such as fp4.
+/// Only ops that the program calls count; ops inside these ops do not. Infs that the program
+/// creates on purpose (a mask filled with -inf) and uninitialised memory do not count. Infs and
+/// NaNs from before the run (in a mask, the data or a parameter) count only if a gradient is not
+/// finite because of them (without backward(): if a result is not). So a mask that ends in a
+/// softmax does not count.
 ///
-/// Errors: whatever `forward_and_backward` throws; an empty function; an owner that is a null
-/// pointer or an empty holder.
+/// Synchronises several times per op, so it is slow. Gradients accumulate as in
+/// `forward_and_backward`. Not checked: ops on threads other than the caller's and autograd's,
+/// nested tensors, and dtypes for which LibTorch has no functions, such as fp4.
 ///
-/// Parameters have the names that they have in `owner`: a module or an optimizer, any pointer to
-/// one, or a module holder; or a range of pairs of a name and a parameter. nullptr for no names.
+/// Errors: exceptions of `forward_and_backward`; an empty function; an owner that is a null pointer
+/// or an empty holder.
+///
+/// Parameters have their names in `owner`: a module or an optimizer, a pointer of any kind to one,
+/// a module holder, or a range of pairs of a name and a parameter. Pass nullptr for no names.
 template <class Owner = std::nullptr_t>
 std::optional<NonFiniteOp> first_non_finite_op(const std::function<void()>& forward_and_backward,
                                                const Owner& owner = nullptr) {

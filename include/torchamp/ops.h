@@ -20,11 +20,11 @@
 namespace TORCHAMP_NAMESPACE {
 
 /// A named list of op names, for the edits of a Policy: `policy.fp32(ops::norm)`. A name stands for
-/// all overloads of the op. Names in the families of torchamp::ops that the running LibTorch lacks
-/// are ignored, so one list serves all versions; names in your own families must exist.
+/// all overloads of the op. Ops in the families of torchamp::ops that the running LibTorch lacks
+/// are ignored, so one list serves all versions. Ops in your own families must exist.
 class OpFamily {
  public:
-  /// Your own family. Refers to `ops`, which must outlive it.
+  /// Your own family. It holds a reference to `ops`, which must outlive it.
   template <std::size_t size>
   constexpr OpFamily(std::string_view name, const std::string_view (&ops)[size])
       : name_(name), ops_(ops), size_(size) {}
@@ -38,7 +38,7 @@ class OpFamily {
   /// The number of names.
   constexpr std::size_t size() const { return size_; }
 
-  /// Equal when the name and the ops are.
+  /// Whether the names and the ops are equal.
   constexpr bool operator==(const OpFamily& other) const {
     return name_ == other.name_ && std::equal(begin(), end(), other.begin(), other.end());
   }
@@ -116,20 +116,20 @@ concept is_range_of_names = requires(Names& names) {
 
 }  // namespace detail
 
-/// The families of ops in the standard table, and further ones for edits. An op calls others
-/// (`linear` calls `addmm`), and only the outermost op on a list is cast, so a rule for `mm` alone
+/// The families of ops in the standard table, and further families for edits. Ops call other ops
+/// (`linear` calls `addmm`), and only the outermost op on a list is cast. So a rule for `mm` alone
 /// does not affect `linear`: edit the family. In C++ torch::nn::Linear calls `addmm` or `matmul`,
-/// not `linear`: edit ops::matmul too, or ops::dense.
+/// not `linear`: edit ops::matmul and ops::linear, or ops::dense.
 namespace ops {
 
 /// Matrix products and ops composed of them: `mm`, `matmul`, `einsum`, …
 inline constexpr OpFamily matmul{"matmul", detail::matmul_ops};
-/// Convolutions, transposed ones too.
+/// Convolutions and transposed convolutions.
 inline constexpr OpFamily conv{"conv", detail::conv_ops};
 /// `linear`, which scripts and torch::linear call; not torch::nn::Linear.
 inline constexpr OpFamily linear{"linear", detail::linear_ops};
-/// Products with a matrix, which can be in fp8: `linear`, `addmm`, `mm`, `matmul`. What
-/// torch::nn::Linear calls is among them. All are also in other families.
+/// Products with a matrix, which can be in fp8: `linear`, `addmm`, `mm`, `matmul`.
+/// torch::nn::Linear calls ops of this family only. Each op is also in another family.
 inline constexpr OpFamily dense{"dense", detail::dense_ops};
 /// Scaled dot-product and multi-head attention.
 inline constexpr OpFamily attention{"attention", detail::attention_ops};
@@ -139,7 +139,7 @@ inline constexpr OpFamily recurrent{"recurrent", detail::recurrent_ops};
 inline constexpr OpFamily addition{"addition", detail::addition_ops};
 /// Reductions that accumulate: sums, means, products, norms, variances.
 inline constexpr OpFamily reduction{"reduction", detail::reduction_ops};
-/// Ops that select values, exact in any dtype: `max`, `topk`, `sort`, …
+/// Ops that select values, which is exact in any dtype: `max`, `topk`, `sort`, …
 inline constexpr OpFamily order_statistic{"order_statistic", detail::order_statistic_ops};
 /// Normalisation layers.
 inline constexpr OpFamily norm{"norm", detail::norm_ops};
@@ -161,9 +161,9 @@ inline constexpr OpFamily families[] = {
 
 }  // namespace ops
 
-/// The ops that an edit of a Policy names. Made from one name, a `{…}` list or any range of names,
-/// or a family (one of torchamp::ops, or your own). A name is "softmax" (all overloads),
-/// "softmax.int" or "mylib::op".
+/// The ops that an edit of a Policy names. Pass one name, a `{…}` list or any range of names, or a
+/// family (of torchamp::ops, or your own). A name is "softmax" (all overloads), "softmax.int" or
+/// "mylib::op".
 class OpNames {
  public:
   // Implicit, so that edits read as `policy.fp32({"pow", "exp"})` and `policy.fp32(ops::norm)`.
@@ -193,7 +193,7 @@ class OpNames {
   auto begin() const { return names_.begin(); }
   /// Past the last name.
   auto end() const { return names_.end(); }
-  /// The name of the family of torchamp::ops that this is, or empty.
+  /// The name of the family of torchamp::ops with these ops; empty if there is none.
   std::string_view family() const { return family_; }
 
  private:

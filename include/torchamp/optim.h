@@ -15,6 +15,7 @@
 
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
+#include "torchamp/detail/core/gradients/optimizer_identity.h"
 #include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/core/optim/kernels.h"
 #include "torchamp/detail/core/optim/plan.h"
@@ -26,9 +27,9 @@
 /// @file
 /// @brief Core. Fused optimizers that never synchronise: Adam, AdamW, SGD, Adagrad, Muon.
 ///
-/// Optimizers over ATen's fused kernels. Each takes the options of LibTorch's own optimizer,
-/// computes the same steps (within rounding), stores its state in LibTorch's types, and reads and
-/// writes its archives, so it can replace it:
+/// Optimizers over ATen's fused kernels. Each can replace LibTorch's own optimizer: it takes the
+/// same options, computes the same steps (within rounding), stores its state in the same types, and
+/// reads and writes the same archives.
 ///
 ///     torchamp::FusedAdam optimizer(model->parameters(), torch::optim::AdamOptions(1e-3));
 ///     …
@@ -36,14 +37,14 @@
 ///
 /// A step is one call per group, device and dtype, for any number of parameters. The state is on
 /// the parameters' device in their dtype. LibTorch's schedulers, groups with their own options,
-/// gradients that appear later, and closures work like with LibTorch's.
+/// gradients that appear later, and closures work as with LibTorch's optimizers.
 ///
-/// Parameters are fp32, fp64, fp16 or bf16, dense in memory, each in the optimizer once; gradients
-/// are dense. Otherwise step() throws and changes nothing.
+/// Parameters must be fp32, fp64, fp16 or bf16, dense in memory, and each in the optimizer only
+/// once. Gradients must be dense. Otherwise step() throws and changes nothing.
 ///
-/// On a device without fused kernels that honour the scale and the flag, a step consists of
-/// ordinary ops, which do not synchronise either; it costs some 30 launches per list of parameters:
-/// see Note [Steps without a fused kernel].
+/// If a device has no fused kernels, or its kernels ignore the scale and the flag, a step consists
+/// of ordinary ops. It does not synchronise, and costs some 30 launches per list of parameters: see
+/// Note [Steps without a fused kernel].
 
 namespace TORCHAMP_NAMESPACE {
 
@@ -52,20 +53,20 @@ namespace TORCHAMP_NAMESPACE {
 /// thread at a time.
 class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingStep {
  public:
-  /// Like torch::optim::Optimizer::step: runs the closure, if any, with gradients enabled, steps,
-  /// and returns the closure's value or an undefined tensor.
+  /// Like torch::optim::Optimizer::step: runs the closure (if there is one) with gradients enabled,
+  /// steps, and returns the closure's value or an undefined tensor.
   TORCHAMP_BODY at::Tensor step(LossClosure closure = nullptr) override;
 
   /// Like ScaledStep::step_scaled. Your own class overrides step_fused() instead.
   TORCHAMP_BODY at::Tensor step_scaled(const at::Tensor& grad_scale,
                                        const at::Tensor& found_inf) final;
 
-  /// Like torch::optim::Optimizer::zero_grad; also forgets a divisor of divide_next_step.
+  /// Like torch::optim::Optimizer::zero_grad; also drops a divisor of divide_next_step.
   void zero_grad(bool set_to_none = true);
 
   /// From now on each step, taken or skipped, ends by dropping the gradients (set to none, like
-  /// zero_grad()). To inspect them, also with an overflow_report(), call unscale_ and do so before
-  /// the step. Never synchronises.
+  /// zero_grad()). To inspect gradients, for example with an overflow_report(), call unscale_ and
+  /// inspect them before the step. Never synchronises.
   void drop_gradients_after_step(bool drop = true) { drops_gradients_ = drop; }
 
   /// Whether each step drops its gradients.
@@ -82,35 +83,39 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
   /// can be stepped.
   virtual bool is_elementwise() const { return false; }
 
-  /// For the library's own headers: an optimizer that reads and writes the archives of this one,
-  /// with its defaults and without groups; null if there is none.
+  /// For the library's own headers: LibTorch's optimizer that reads and writes the same archives,
+  /// with the same defaults and without groups; null if there is none.
   virtual std::shared_ptr<torch::optim::Optimizer> make_counterpart() const { return nullptr; }
 
-  /// For the library's own headers: calls `f` with the tensors in a state of this optimizer, of the
-  /// parameter's shape, so far as they are defined.
+  /// For the library's own headers: calls `f` with each defined tensor in `state` that has the
+  /// parameter's shape.
   virtual void for_each_state_tensor(torch::optim::OptimizerParamState& /*state*/,
                                      c10::function_ref<void(at::Tensor&)> /*f*/) const {}
 
-  /// Makes the next step divide the present gradients by `divisor` (0-dim fp32, on any device), on
-  /// top of the scale and of earlier divisors; costs one multiplication of two numbers. A divisor
-  /// below 1 may make an inf of a finite gradient, which a GradScaler's step does not look for.
-  /// clip_grad_norm_ uses it. Until that step neither the gradients nor `divisor` may change: the
-  /// step throws if gradients were written to, replaced, added or partly dropped. If all are gone,
-  /// the divisor is forgotten if this thread has run a forward pass since (or this class's
-  /// zero_grad()); otherwise the step throws; see Note [What was clipped is what is stepped]. Never
+  /// Makes the next step divide the present gradients by `divisor` (0-dim fp32, on any device), in
+  /// addition to the scale and to earlier divisors. clip_grad_norm_ uses it. Costs one
+  /// multiplication of two numbers. A divisor below 1 may turn a finite gradient into an inf; a
+  /// GradScaler's step does not check for this.
+  ///
+  /// Until that step neither the gradients nor `divisor` may change: the step throws if gradients
+  /// were written to, replaced, added or partly dropped. If all gradients were dropped by this
+  /// class's zero_grad(), or if this thread has run a forward pass since, the divisor is dropped
+  /// with them; otherwise the step throws. See Note [What was clipped is what is stepped]. Never
   /// synchronises.
   void divide_next_step(const at::Tensor& divisor);
 
-  /// The divisor for the next step; undefined if there is none. An error if it was set for other
-  /// gradients than the present ones. Never synchronises.
+  /// The divisor for the next step; undefined if there is none. Error: it was set for other
+  /// gradients than the present gradients. Never synchronises.
   at::Tensor next_step_divisor() const;
 
-  /// The same, and removes it; one for other gradients than the present ones is forgotten.
+  /// Returns the divisor and removes it. A divisor for other gradients than the present gradients
+  /// is dropped.
   at::Tensor take_next_step_divisor();
 
  protected:
   /// `defaults` apply to groups without options. A group keeps options of a type that LibTorch does
-  /// not know; what LibTorch's own options leave out, LibTorch 2.15 takes from `defaults`.
+  /// not know. If LibTorch's own options leave values out, LibTorch 2.15 takes these from
+  /// `defaults`.
   FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                  std::unique_ptr<torch::optim::OptimizerOptions> defaults)
       : Optimizer(detail::ParamGroups(), std::move(defaults)) {
@@ -121,12 +126,13 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
                  std::unique_ptr<torch::optim::OptimizerOptions> defaults)
       : Optimizer(std::move(params), std::move(defaults)) {}
 
-  /// Throws for a group whose options are out of range or another optimizer's, or with parameters
-  /// that the optimizer cannot step. `number` is for the error.
+  /// Throws if a group's options are out of range or belong to another optimizer, or if the
+  /// optimizer cannot step its parameters. `number` is for the error.
   virtual void check_group(const torch::optim::OptimizerParamGroup& /*group*/,
                            std::size_t /*number*/) const {}
 
-  /// Tells ShardedMasterWeights that their weights are stepped here.
+  /// Records in the parameters' weights that this optimizer steps them; ShardedMasterWeights read
+  /// it.
   void note_weights() const {
     detail::any_parameter(*this, [](const at::Tensor& param) {
       if (auto* const meta = detail::weight_meta_of(param)) meta->has_optimizer = true;
@@ -134,8 +140,8 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
     });
   }
 
-  /// Steps, with the gradients divided by `grad_scale` unless it is undefined; not if `found_inf`
-  /// is non-zero. `is_exact`: `found_inf` is 0 or 1.
+  /// Steps, with the gradients divided by `grad_scale` unless it is undefined. Skips the step if
+  /// `found_inf` is non-zero. `is_exact`: `found_inf` is 0 or 1.
   virtual void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf,
                           bool is_exact) = 0;
 
@@ -155,16 +161,16 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
   bool drops_gradients_ = false;
 };
 
-/// A FusedOptimizer that steps with `Kernel`: one of those below, or one of your own, which need
-/// not be ATen's (see torchamp/detail/core/optim/kernel.h for its parts).
+/// A FusedOptimizer that steps with `Kernel`: a kernel of the aliases below, or your own, which
+/// need not be ATen's (see torchamp/detail/core/optim/kernel.h for its parts).
 template <detail::OptimizerKernel Kernel>
-class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
+class FusedOptimizerOf : public FusedOptimizer, public CapturedStep, public detail::NamedOptimizer {
  public:
-  using Options = typename Kernel::Options;  ///< of a group: LibTorch's type, or MuonOptions
-  using State = typename Kernel::State;      ///< of a parameter: LibTorch's, or MuonParamState
+  using Options = typename Kernel::Options;  ///< a group's options: LibTorch's type, or MuonOptions
+  using State = typename Kernel::State;      ///< a parameter's state: LibTorch's, or MuonParamState
 
   /// `defaults` apply to groups without their own options. Errors: options that are out of range or
-  /// another optimizer's.
+  /// belong to another optimizer.
   explicit FusedOptimizerOf(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                             Options defaults = {});
   /// One group of `params`.
@@ -178,12 +184,14 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
   FusedOptimizerOf& operator=(FusedOptimizerOf&&) = default;
   // NOLINTEND(performance-noexcept-move-constructor)
 
-  /// The states of the parameters, in the types of LibTorch's own optimizer; a parameter whose
-  /// every step was skipped may lack one. First updates their step counts, which are on the device:
-  /// synchronises if a step since then may have been skipped. The states may be changed: the next
-  /// step starts from them. (state() of a torch::optim::Optimizer& returns them without this
-  /// update. They may also be changed there; a count is taken from there if it, or the whole state,
-  /// was changed.)
+  /// The states of the parameters, in the types of LibTorch's own optimizer. If every step of a
+  /// parameter was skipped, it may have no state. The step counts are on the device, and this call
+  /// first copies them into the states. It synchronises if a step since the last call may have been
+  /// skipped. The program may change the states: the next step starts from them.
+  ///
+  /// state() of a torch::optim::Optimizer& returns the states without updating the step counts. The
+  /// program may also change them there; the optimizer reads back a count only if the count, or the
+  /// whole state, was changed.
   detail::ParamStates& state();
   /// The same, read-only.
   const detail::ParamStates& state() const {
@@ -191,12 +199,12 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
     return state_;
   }
 
-  /// Writes what LibTorch's own optimizer writes, for either to load. Synchronises.
+  /// Writes the archive of LibTorch's own optimizer; both can load it. Synchronises.
   void save(torch::serialize::OutputArchive& archive) const override;
 
-  /// Reads what save() or LibTorch's own optimizer wrote, and replaces all state; the next step
-  /// moves it to its parameters' device and dtype. If the archive belongs to another optimizer or
-  /// other parameters, throws and changes nothing.
+  /// Reads an archive of save() or of LibTorch's own optimizer, and replaces all state; the next
+  /// step moves the state to its parameters' device and dtype. If the archive belongs to another
+  /// optimizer or other parameters, throws and changes nothing.
   void load(torch::serialize::InputArchive& archive) override;
 
   bool is_elementwise() const override { return Kernel::elementwise; }
@@ -218,13 +226,14 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep {
                   bool is_exact) override;
 
  private:
+  const char* name_in_errors() const final { return Kernel::name; }
   void outdate_captures_of_other_options();
   std::vector<Options> options_but_rates() const;
   void write_steps() const;
 
-  mutable detail::StepPlan<Kernel> plan_;  // follows changes of the states, also in save()
+  mutable detail::StepPlan<Kernel> plan_;  // save() may update it: the states may have changed
 
-  // Where steps are captured.
+  // For steps that are captured.
   bool rates_on_device_ = false;
   std::vector<Options> stepped_with_;
 };
@@ -238,16 +247,16 @@ using FusedAdamW = FusedOptimizerOf<detail::AdamWKernel>;
 /// torch::optim::SGD, fused.
 using FusedSGD = FusedOptimizerOf<detail::SgdKernel>;
 
-/// torch::optim::Adagrad, fused. Like in LibTorch, each sum starts at the initial_accumulator_value
-/// of the defaults, not of its group.
+/// torch::optim::Adagrad, fused. As in LibTorch, each sum starts at the initial_accumulator_value
+/// of the defaults, not of the group.
 using FusedAdagrad = FusedOptimizerOf<detail::AdagradKernel>;
 
-/// torch.optim.Muon of PyTorch 2.15, fused, also for parameters of more than two dimensions, which
-/// are flattened after the first. Matrices of one shape and layout take each Newton-Schulz
-/// iteration together, up to 2^25 elements at a time, so the number of launches does not depend on
-/// the number of such matrices; a step takes temporary memory for some 30 bytes per element of
-/// these. split_for_muon() chooses the parameters for it. Errors: parameters of fewer than two
-/// dimensions, which FusedAdamW takes, and shards of ShardedMasterWeights.
+/// torch.optim.Muon of PyTorch 2.15, fused. A parameter of more than two dimensions is flattened
+/// after the first dimension. Matrices of the same shape and layout take each Newton-Schulz
+/// iteration together, up to 2^25 elements at a time. So the number of launches does not depend on
+/// the number of such matrices. A step needs some 30 bytes of temporary memory per element of these
+/// matrices. split_for_muon() chooses the parameters. Errors: parameters of fewer than two
+/// dimensions, which FusedAdamW can step; shards of ShardedMasterWeights.
 using FusedMuon = FusedOptimizerOf<detail::MuonKernel>;
 
 }  // namespace TORCHAMP_NAMESPACE

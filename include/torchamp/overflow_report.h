@@ -2,7 +2,8 @@
 #pragma once
 
 /// @file
-/// @brief Extra. overflow_report: which gradients and buffers hold infs and NaNs, and how many.
+/// @brief Extra. overflow_report: which gradients and buffers hold infs and NaNs, and how many
+/// each.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/stack.h>
@@ -25,7 +26,7 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// A parameter whose gradient holds infs or NaNs, or a buffer that does.
+/// A parameter whose gradient holds infs or NaNs, or a buffer that holds them.
 struct Overflow {
   std::string name;                   ///< in the module; for an optimizer "group 0, parameter 3"
   at::ScalarType dtype = at::kFloat;  ///< of the gradient or buffer
@@ -33,7 +34,7 @@ struct Overflow {
   at::Device device = at::kCPU;       ///< of the gradient or buffer
   int64_t infs = 0;                   ///< elements that are inf or -inf
   int64_t nans = 0;                   ///< elements that are NaN
-  int64_t elements = 0;               ///< all; of a sparse gradient, those stored
+  int64_t elements = 0;               ///< all elements; for a sparse gradient the stored elements
   /// The largest absolute value of a finite element, scaled or unscaled as stored; at most the
   /// largest fp64 number.
   double largest_finite = 0.;
@@ -44,8 +45,8 @@ struct OverflowReport {
   std::vector<Overflow> overflows;   ///< in parameter order
   std::size_t gradients = 0;         ///< examined
   std::size_t without_elements = 0;  ///< empty gradients
-  /// Of a module: the buffers that hold infs or NaNs, such as running statistics of a batch norm.
-  /// They stay so after a skipped step.
+  /// For a module: the buffers that hold infs or NaNs, such as running statistics of a batch norm.
+  /// A skipped step does not restore them.
   std::vector<Overflow> buffers{};
 
   /// Whether all gradients and buffers are finite.
@@ -54,7 +55,7 @@ struct OverflowReport {
 
 namespace detail {
 
-/// Three fp64 numbers: infs, NaNs, largest finite absolute value.
+/// Returns three fp64 numbers: infs, NaNs, largest finite absolute value.
 inline at::Tensor count_non_finite(const at::Tensor& values) {
   const at::Tensor wide =
       resolved(values).to(values.is_complex() ? at::kComplexDouble : at::kDouble);
@@ -68,10 +69,10 @@ inline at::Tensor count_non_finite(const at::Tensor& values) {
   return at::stack({inf.sum().to(at::kDouble), nan.sum().to(at::kDouble), largest});
 }
 
-/// Infs and NaNs of tensors, counted where they lie and read together.
+/// Counts infs and NaNs of tensors on their devices, and reads all counts together.
 class NonFiniteCounts {
  public:
-  /// False where `tensor` has no elements.
+  /// False if `tensor` has no elements.
   bool add(const std::string& name, const at::Tensor& tensor) {
     const at::Tensor values = stored_values(tensor);
     const int64_t elements = values.defined() ? values.numel() : 0;
@@ -86,7 +87,8 @@ class NonFiniteCounts {
   }
   std::size_t size() const { return all_.size(); }
 
-  /// Those of the first `count` that hold any, and of the rest. Synchronises once with each device.
+  /// Returns the overflows among the first `count` tensors, and the overflows among the rest.
+  /// Synchronises once with each device.
   std::pair<std::vector<Overflow>, std::vector<Overflow>> read(std::size_t count) {
     std::pair<std::vector<Overflow>, std::vector<Overflow>> found;
     const std::vector<at::Tensor> numbers = read_together(counts_);
@@ -106,8 +108,8 @@ class NonFiniteCounts {
   std::vector<at::Tensor> counts_;
 };
 
-/// The buffers of a module, given itself, by a pointer of any kind or by a module holder; none of
-/// anything else.
+/// The buffers of a module (itself, a pointer of any kind or a module holder); for anything else
+/// none.
 template <class Owner>
 NamedParameters named_buffers_of(const Owner& owner) {
   NamedParameters named;
@@ -122,7 +124,7 @@ NamedParameters named_buffers_of(const Owner& owner) {
 
 }  // namespace detail
 
-/// overflow_report() for any range of pairs of a name and a parameter, and one of a name and a
+/// overflow_report() for two ranges: pairs of a name and a parameter, and pairs of a name and a
 /// buffer. Synchronises once with each device.
 template <class NamedParameters>
 OverflowReport overflow_report_of(const NamedParameters& named,
@@ -146,15 +148,15 @@ OverflowReport overflow_report_of(const NamedParameters& named,
 }
 
 /// Reports which gradients of a module (including submodules) or an optimizer hold infs or NaNs,
-/// how many, and the largest finite value; of a module, also which buffers do. Call it after a
-/// skipped step, before the gradients are cleared:
+/// how many, and the largest finite value. For a module it also reports buffers with infs or NaNs.
+/// Call it after a skipped step, before the gradients are cleared:
 ///
 ///     if (!scaler.step(optimizer)) std::cout << torchamp::overflow_report(model);
 ///
-/// A module's parameters have their names in the module, an optimizer's their positions. `owner` is
-/// a module or optimizer, any pointer to one, or a module holder; a null one is an error. Makes one
-/// pass over the gradients and buffers, does not change them, and synchronises once with each
-/// device.
+/// Parameters of a module have their names in the module; parameters of an optimizer have their
+/// positions. `owner` is a module or an optimizer, a pointer of any kind to one, or a module
+/// holder. Error: it is null. Makes one pass over the gradients and buffers, does not change them,
+/// and synchronises once with each device.
 template <class Owner>
 OverflowReport overflow_report(const Owner& owner) {
   const auto named = detail::named_parameters_of(owner, "overflow_report");

@@ -26,7 +26,7 @@ struct PolicyPrinter<Policy> {
   }
 };
 
-/// Lets TORCHAMP_POLICY name a file.
+/// Allows TORCHAMP_POLICY to name a file.
 inline bool let_environment_name_files() {
   policy_file_reader = &read_environment_policy;
   return true;
@@ -44,8 +44,8 @@ inline const bool environment_names_files = let_environment_name_files();
 ///     lower_precision when bfloat16: softmax.int
 ///     fp8(only_worthwhile): ops::dense
 ///
-/// Errors: a rule with a predicate, unless later edits have removed it; an op of a library called
-/// "ops" that has the name of a family (write its overloads one by one).
+/// Errors: a rule with a predicate, unless later edits have removed the rule; an op of a library
+/// called "ops" if a family has the op's name (write its overloads one by one).
 inline std::string to_text(const Policy& policy) {
   std::string text = "policy " + std::string(detail::to_string(policy.data()->base)) + '\n';
   for (const std::string& line : detail::lines_of_edits("torchamp::to_text", *policy.data())) {
@@ -54,13 +54,13 @@ inline std::string to_text(const Policy& policy) {
   return text;
 }
 
-/// The policy that `text` describes: see to_text(). '#' starts a comment; empty lines are ignored.
-/// Errors name the line and the reason.
+/// Returns the policy that `text` describes: see to_text(). '#' starts a comment; empty lines are
+/// ignored. Errors name the line and the reason.
 inline Policy parse_policy(std::string_view text) {
   return Policy(detail::PolicyParser("torchamp::parse_policy").parse(text));
 }
 
-/// The policy in a file of such text. Errors also name the file.
+/// Reads a policy from a file of such text. Errors also name the file.
 inline Policy load_policy(const std::string& path) {
   const std::string call = "torchamp::load_policy";
   detail::PolicyParser parser(call + ": '" + path + "'");

@@ -81,7 +81,7 @@ inline GradScalerState python_state(std::string_view pickle,
           .growth_tracker = integer("_growth_tracker")};
 }
 
-/// open() returns the archive; `name` is its name in errors.
+/// `open()` returns the archive; `name` is the archive's name in errors.
 template <class Open>
 GradScalerState load_python_state(const std::string& name, const Open& open,
                                   std::initializer_list<std::string_view> keys) {
@@ -112,7 +112,7 @@ inline c10::impl::GenericDict python_dict(const GradScalerState& state) {
   return dict;
 }
 
-/// What torch.save would write.
+/// The bytes that torch.save would write.
 inline std::string python_archive(const c10::impl::GenericDict& dict) {
   std::string pickle, bytes;
   torch::jit::Pickler pickler(
@@ -133,20 +133,23 @@ inline std::string python_archive(const c10::impl::GenericDict& dict) {
 
 }  // namespace detail
 
-/// Returns the state_dict of a GradScaler from a file of Python's torch.save. `keys` lead to it in
-/// a larger checkpoint: {"scaler"} for `torch.save({"model": ..., "scaler": scaler.state_dict()},
-/// path)`. Loads nothing else in the file, and runs no code in it.
+/// Returns the state_dict of a GradScaler from a file of Python's torch.save. In a larger
+/// checkpoint, `keys` lead to the state_dict: {"scaler"} for `torch.save({"model": ..., "scaler":
+/// scaler.state_dict()}, path)`. Other contents of the file are not loaded, and no code in it is
+/// run.
 ///
 ///     torch.save(scaler.state_dict(), "scaler.pt")                  # Python
 ///     scaler.load_state_dict(torchamp::load_python_state("scaler.pt"));
 ///
-/// torch::save(scaler, path) writes another format, with more contents: torch::load reads it.
+/// torch::save(scaler, path) writes another format, with more contents; torch::load reads that
+/// format.
 ///
-/// The whole file is read, to check the CRC of each record. Python can write none:
-/// torch.serialization.set_crc32_options. A changed number in such a file is not detected.
+/// The whole file is read, to check the CRC of each record. If Python wrote the file without CRCs
+/// (torch.serialization.set_crc32_options), a damaged number is not detected.
 /// GradScaler::load_state_dict checks the ranges of the values. Never synchronises.
 ///
-/// c10::Error for a stream that is damaged, truncated, of another kind, or without such an entry.
+/// Errors (c10::Error): a stream that is damaged, truncated or of another kind; a key that is
+/// missing.
 inline GradScalerState load_python_state(std::istream& in,
                                          std::initializer_list<std::string_view> keys = {}) {
   return detail::load_python_state(
@@ -160,9 +163,10 @@ inline GradScalerState load_python_state(const std::string& path,
       "'" + path + "': ", [&] { return std::make_shared<detail::FileReader>(path); }, keys);
 }
 
-/// Writes `state` as Python's torch.save writes the dict, for torch.load(path), with weights_only
-/// or without, and torch.amp.GradScaler.load_state_dict. An empty state gives an empty dict.
-/// c10::Error if the stream fails, also one whose failures are exceptions.
+/// Writes `state` as Python's torch.save writes the dict. In Python, torch.load(path) reads it,
+/// with or without weights_only, and torch.amp.GradScaler.load_state_dict takes it. An empty state
+/// gives an empty dict. Error (c10::Error): the stream fails, even if the stream reports failures
+/// by exceptions.
 inline void save_python_state(const GradScalerState& state, std::ostream& out) {
   const std::string bytes = detail::python_archive(detail::python_dict(state));
   std::string reason;
@@ -177,15 +181,15 @@ inline void save_python_state(const GradScalerState& state, std::ostream& out) {
   TORCH_CHECK(reason.empty(), "torchamp::save_python_state: writing has failed: ", reason, '.');
 }
 
-/// Writes `state` to a file for Python's torch.load(path). The file is replaced only once
-/// everything is written and flushed to the disk, see Note [Atomic files]. c10::Error if that
-/// fails; the old file stays.
+/// Writes `state` to a file for Python's torch.load(path). The old file is replaced only after
+/// everything is written and flushed to the disk, see Note [Atomic files]. If this fails, it throws
+/// a c10::Error, and the old file stays.
 ///
 ///     torchamp::save_python_state(scaler.state_dict(), "scaler.pt");
 ///     scaler.load_state_dict(torch.load("scaler.pt"))               # Python
 ///
-/// torch::save(scaler, path) writes another format, which holds more and which Python does not
-/// read.
+/// torch::save(scaler, path) writes another format, with more contents; Python does not read that
+/// format.
 inline void save_python_state(const GradScalerState& state, const std::string& path) {
   detail::replace_file("torchamp::save_python_state", path,
                        detail::python_archive(detail::python_dict(state)));

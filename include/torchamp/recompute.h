@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Extra. checkpoint: activations that are computed again in backward and not kept.
+/// @brief Extra. checkpoint: backward computes activations again, instead of storing them.
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
@@ -27,7 +27,8 @@
 namespace TORCHAMP_NAMESPACE {
 namespace detail {
 
-/// How checkpoint() stores an input of type Given for backward; of a list also the values.
+/// How checkpoint() stores an input of type Given for backward; for a list this includes the
+/// values.
 template <class Given>
 struct KeptInput {
   static_assert(!RefersToValues<Given>::value,
@@ -79,54 +80,57 @@ inline RngState rng_state_to_keep() {
 
 /// Options of checkpoint().
 struct CheckpointOptions {
-  /// Whether the recomputation uses the forward's states of LibTorch's default generators (the
-  /// CPU's, and those of all devices in use), so dropout drops the same elements. Costs a few
-  /// microseconds; pass false if the function draws no random numbers. True is an error within a
-  /// CudaGraph, and while any other CUDA graph is captured.
+  /// Whether the recomputation uses the forward's random state: the states of LibTorch's default
+  /// generators of the CPU and of all devices in use. Dropout then drops the same elements. Costs a
+  /// few microseconds; pass false if the function draws no random numbers. True is an error in
+  /// a CudaGraph, and while any other CUDA graph is captured.
   bool preserve_rng_state = true;
 
-  /// Buffers that the function changes and backward must not change again, such as batch norm's
-  /// running statistics: `{.buffers = block->buffers()}`. Not needed if the function is a module
-  /// holder.
+  /// Buffers that the function changes, such as batch norm's running statistics: backward must not
+  /// change them a second time. Example: `{.buffers = block->buffers()}`. Not needed if the
+  /// function is a module holder.
   std::vector<at::Tensor> buffers = {};
 };
 
 /// Calls function(inputs...) and stores none of its activations; backward runs the function again.
-/// Saves memory at the cost of one more forward.
+/// This saves memory and costs one more forward.
 ///
 ///     x = torchamp::checkpoint(block, x);                          // a module holder
 ///     x = torchamp::checkpoint([=](auto x) { return block->forward(x).relu(); }, x);
 ///
 /// The recomputation uses the forward's autocast state, policy and random state. Neither run uses
 /// LibTorch's cache of cast weights, which all threads share: each use of a weight is cast again,
-/// like with `{.cache_enabled = false}`. If a function uses a weight many times, like an unrolled
-/// recurrent layer, use a WeightCache of torchamp's. So on a CPU the gradients equal,
-/// bitwise, those of the plain call under such a guard, or under one with torchamp's cache. With
-/// LibTorch's cache, uses that share a cast sum their gradients in 16 bits; here they sum in fp32.
-/// For a tensor used in several nested calls the order of the sum may differ. Captured parameters
-/// and tensors get their gradients too, whether or not an input requires grad, also from
-/// torch::autograd::grad and with create_graph (second derivatives may differ by 16-bit rounding).
-/// Calls nest. With grad mode off this is a plain call. Never synchronises.
+/// as with `{.cache_enabled = false}`. If a function uses a weight many times, like an unrolled
+/// recurrent layer, use torchamp's own cache, such as WeightCache::region.
+///
+/// On a CPU the gradients are bitwise identical to a plain call, if the guard of the plain call
+/// uses no cache or torchamp's own cache. With LibTorch's cache, all uses of a cast add their
+/// gradients in 16 bits; here they add in fp32. If a tensor is used in several nested calls, the
+/// order of the sum may differ.
+///
+/// Captured parameters and tensors also get gradients, even if no input requires grad. This holds
+/// even for torch::autograd::grad and with create_graph (second derivatives may differ by 16-bit
+/// rounding). Calls nest. With grad mode off this is a plain call. Never synchronises.
 ///
 /// Inputs and outputs are tensors, other values, and vectors, arrays, tuples, pairs, maps and
-/// optionals of them. Outputs that are not tensors pass through. An output type that may hide
-/// tensors (a struct that may hold some, an unordered_map) does not compile. The values of an
-/// at::ArrayRef are copied; other views do not compile. An input or captured tensor that the
-/// function returns unchanged stays that tensor; any other output that shares memory with an input,
-/// a captured tensor or another output is returned as a copy, so in-place changes of it do not
-/// affect them.
+/// optionals of them. Outputs that are not tensors are returned unchanged. An output type that may
+/// hide tensors (a struct, an unordered_map) does not compile. The values of an at::ArrayRef are
+/// copied; other views do not compile. If the function returns an input or a captured tensor
+/// itself, you get the same tensor. Any other output that shares memory with an input, a captured
+/// tensor or another output is returned as a copy, so in-place changes of the copy do not affect
+/// them.
 ///
-/// The function is copied and called again during backward, possibly on another thread: what it
-/// captures by reference must live until then, and it must do the same both times.
+/// The function is copied and called again during backward, possibly on another thread. Objects
+/// that it captures by reference must live until then, and both calls must do the same work.
 ///
-/// Errors: whatever the function throws, from the call or from backward; a function that changes an
+/// Errors: exceptions of the function, from the call or from backward; a function that changes an
 /// input in place; a recomputation with other output shapes or other parameters; a write, between
 /// the call and backward, to a parameter, buffer or other tensor that an op of the function has
-/// read. Writes that LibTorch does not count are not detected: through `.data()`, like in its own
-/// SGD, or through a pointer. Tensors that the function itself writes to, such as a batch counter,
-/// are not checked.
+/// read. A write that LibTorch does not count is not detected: through a pointer, or through
+/// `.data()` as in LibTorch's own SGD. Tensors that the function itself writes to, such as a batch
+/// counter, are not checked.
 ///
-/// Any thread; several at once may use one model, except for buffers that the function changes.
+/// Any thread. Several threads at once may use one model, unless the function changes buffers.
 /// Threads share LibTorch's default generators.
 template <class Function, class... Inputs>
 auto checkpoint(CheckpointOptions options, Function&& function, Inputs&&... inputs) {
@@ -187,11 +191,12 @@ requires(!std::same_as<std::decay_t<Function>, CheckpointOptions>) auto checkpoi
                     std::forward<Inputs>(inputs)...);
 }
 
-/// Runs a torch::nn::Sequential in `segments` parts of equal length, each but the last under
-/// checkpoint(). Between forward and backward it stores the inputs of the parts; backward holds the
-/// activations of one part at a time. For n equal layers, about sqrt(n) parts need the least
-/// memory. Each module takes and returns one tensor; `options` need not name their buffers. Never
-/// synchronises. Error: no module, fewer than one segment, or more segments than modules.
+/// Runs a torch::nn::Sequential in `segments` parts of equal length. All parts except the last run
+/// under checkpoint(). Between forward and backward only the inputs of the parts are stored;
+/// backward holds the activations of one part at a time. For n equal layers, about sqrt(n) parts
+/// need the least memory. Each module takes and returns one tensor; their buffers need not be in
+/// `options`. Never synchronises. Errors: no module; fewer than one segment; more segments than
+/// modules.
 template <class Sequential>
 at::Tensor checkpoint_sequential(Sequential& sequential, int64_t segments, at::Tensor input,
                                  const CheckpointOptions& options = {}) {

@@ -28,7 +28,7 @@ enum class Cast : std::uint8_t {
   lower_precision,  ///< cast to the region's dtype (by default fp16 on CUDA, bf16 on a CPU)
   fp32,             ///< cast to fp32; an op with a `dtype` argument computes in fp32 instead
   promote,          ///< cast to the widest dtype among the arguments
-  unchanged,        ///< unchanged, also in the ops that this op calls
+  unchanged,        ///< not cast, neither for this op nor for the ops that it calls
   fp8,              ///< quantised to 8 bits: see torchamp/labs/fp8.h
 };
 
@@ -39,10 +39,10 @@ using namespace std::string_view_literals;  // the compiler need not count lengt
 /// The properties of a cast rule; CastArguments has its effect on a call.
 struct CastRow {
   Cast cast;
-  std::string_view name;       // also in texts and reports
-  std::string_view effect;     // as a printed policy says it
-  bool casts = false;          // so only ops whose arguments can be cast may follow it
-  bool may_narrow = false;     // may cast to 16 bits, so the cache of weights serves it
+  std::string_view name;       // in texts and reports
+  std::string_view effect;     // in a printed policy
+  bool casts = false;          // only ops whose arguments can be cast may have it
+  bool may_narrow = false;     // may cast to 16 bits, so it uses the cache of weights
   bool follows_input = false;  // results have the dtype that the arguments have
 };
 
@@ -61,13 +61,13 @@ inline constexpr CastRow cast_rows[] = {
      .name = "promote"sv,
      .effect = "arguments are cast to the widest dtype among them"sv,
      .casts = true,
-     .may_narrow = true,  // what is read, to the dtype of what is written to
+     .may_narrow = true,  // an op in place casts what it reads to the dtype of what it writes
      .follows_input = true},
     {.cast = Cast::fp8,
      .name = "fp8"sv,
      .effect = "operands are quantised to 8 bits: see torchamp/labs/fp8.h"sv,
      .casts = true,
-     .may_narrow = true},  // where it cannot be
+     .may_narrow = true},  // calls that fp8 does not support
     {.cast = Cast::unchanged,
      .name = "unchanged"sv,
      .effect = "arguments are not cast"sv,
@@ -128,15 +128,15 @@ class OpCall {
 struct When {
   /// Only in regions of this dtype.
   std::optional<at::ScalarType> dtype = std::nullopt;
-  /// Only for calls for which this returns true. Called once per call of the op, on the calling
-  /// thread (possibly on several at once), with autocast off. It may call ops, including this one;
-  /// profilers and a CastRecorder do not see these. It must not synchronise if the step is to
-  /// stay asynchronous.
+  /// Only for calls for which this function returns true. It is called once per call of the op, on
+  /// the calling thread (possibly on several threads at once), with autocast off. It may call ops,
+  /// including the op itself; profilers and a CastRecorder do not record these. If it synchronises,
+  /// so does the step.
   std::function<bool(const OpCall&)> predicate = nullptr;
 
-  /// Whether it holds for every call.
+  /// Whether the rule holds for every call.
   bool always() const { return !dtype && !predicate; }
-  /// Whether it holds for a call in a region of this dtype.
+  /// Whether the rule holds for this call in a region of this dtype.
   bool holds(at::ScalarType region_dtype, const OpCall& call) const {
     return (!dtype || *dtype == region_dtype) && (!predicate || predicate(call));
   }

@@ -22,7 +22,7 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// The parameters of a model, each in one of the two, in the model's order.
+/// The parameters of a model, each in one of the two lists, in the model's order.
 struct MuonSplit {
   std::vector<at::Tensor> matrices;  ///< for FusedMuon
   std::vector<at::Tensor> others;    ///< for FusedAdamW
@@ -30,19 +30,19 @@ struct MuonSplit {
 
 /// Options of split_for_muon. An aggregate, for designated initialisers.
 struct MuonSplitOptions {
-  /// Names of the model's heads, the modules or parameters that compute the model's results:
-  /// "head", or "decoder.head" in a module "decoder". Empty: the last parameter of at least two
-  /// dimensions, in the model's order, is the weight of the head.
+  /// Names of the model's heads: the modules or parameters that compute the model's results.
+  /// Examples: "head", or "decoder.head" in a module "decoder". Empty: the head's weight is the
+  /// last parameter of at least two dimensions, in the model's order.
   std::vector<std::string> heads = {};
-  /// Whether the model's results are computed with the weight of an embedding, and there are no
-  /// heads.
+  /// True: the model computes its results with the weight of an embedding, and has no head.
   bool tied_head = false;
-  /// Other tensors than the model's, with the names of the model's parameters: the masters'
-  /// named_parameters(). Parameters whose names are missing are left out.
+  /// The tensors to split, with the names of the model's parameters: pass named_parameters() of the
+  /// masters. A parameter whose name is missing here is in neither list. Unset: the model's
+  /// parameters.
   std::optional<std::vector<std::pair<std::string, at::Tensor>>> parameters = std::nullopt;
 };
 
-/// Says which parameters FusedMuon steps, and which ones FusedAdamW:
+/// Splits a model's parameters into parameters for FusedMuon and parameters for FusedAdamW:
 ///
 ///     auto [matrices, others] = torchamp::split_for_muon(model);
 ///     torchamp::FusedMuon muon(matrices, torchamp::MuonOptions(0.02));
@@ -50,9 +50,10 @@ struct MuonSplitOptions {
 ///     torchamp::TrainingStep train(model, {muon, adamw});
 ///
 /// `matrices` has the parameters of at least two dimensions, except for the parameters of
-/// embeddings (torch::nn::Embedding and EmbeddingBag) and heads; `others` has all other parameters.
-/// A parameter that several modules share is there once, and in `others` if one of these is an
-/// embedding or a head. Errors: a name in `heads` or `parameters` that the model does not have.
+/// embeddings (torch::nn::Embedding and EmbeddingBag) and heads. `others` has all other parameters.
+/// A parameter that several modules share is listed once; if one of the modules is an embedding or
+/// a head, it is in `others`. Errors: a name in `heads` or `parameters` that the model does not
+/// have.
 inline MuonSplit split_for_muon(const detail::Model& model, const MuonSplitOptions& options = {});
 
 // ---- Implementation -----------------------------------------------------------------------------

@@ -2,8 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Core. What a training loop needs: guards, policies, the scaler, fused optimizers,
-/// clipping.
+/// @brief Core. Guards, policies, the scaler, fused optimizers and clipping, for a training loop.
 
 /// @namespace torchamp
 /// Automatic mixed precision for LibTorch. Every other feature has its own header.

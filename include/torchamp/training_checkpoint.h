@@ -35,8 +35,8 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// Saves a run to a file, and resumes it: model, optimizer, scaler and other objects of the
-/// program, and the random states of the CPU and of the devices in use.
+/// Saves a run to a file and resumes it: model, optimizer, scaler and other objects of the program,
+/// and the random states of the CPU and of the devices in use.
 ///
 ///     torchamp::TrainingCheckpoint checkpoint("run.pt");
 ///     checkpoint.add("model", model).add("optimizer", optimizer).add("scaler", scaler);
@@ -48,10 +48,10 @@ namespace TORCHAMP_NAMESPACE {
 ///       if (step % 100 == 0) checkpoint.save();
 ///     }
 ///
-/// On a CPU, with the same libraries and number of threads, the resumed run is the same bit for
-/// bit. Gradients are not saved: save after update(), not between backward() and step(). Added
-/// objects must outlive the checkpoint. For several processes, see save_together() and
-/// load_together() in distributed/checkpoint.h. One thread at a time.
+/// On a CPU, with the same libraries and number of threads, the resumed run is bitwise identical.
+/// Gradients are not saved: save after update(), not between backward() and step(). Added objects
+/// must outlive the checkpoint. For several processes, see save_together() and load_together() in
+/// distributed/checkpoint.h. One thread at a time.
 class TrainingCheckpoint {
  public:
   /// Stores the file's name; does not open it.
@@ -60,20 +60,23 @@ class TrainingCheckpoint {
   /// Adds an object under a unique name: a module or its holder, a torch::jit::Module, a
   /// torch::optim::Optimizer, a TrainingStep, anything with save(OutputArchive&) and
   /// load(InputArchive&) (GradScaler, MasterWeights), a tensor, a std::vector of tensors, a number,
-  /// a bool, a string or LibTorch's StepLR. With MasterWeights, do not add the model. A
+  /// a bool, a string or LibTorch's StepLR. If you add MasterWeights, do not add the model. A
   /// TrainingStep adds its model or masters, optimizer, scaler, scheduler and number of steps under
-  /// names that begin with `name` and a dot. A vector of tensors must have as many in the file as
-  /// here, unless it is empty here.
+  /// names that begin with `name` and a dot. A vector of tensors must have the same size as in the
+  /// file, unless it is empty here.
   ///
-  /// An optimizer's options are also loaded, even when an AdamW reads an Adam's file, which
-  /// LibTorch writes alike. Learning rates belong to the optimizer: add it with its scheduler,
-  /// otherwise save() and load() throw, unless your own object may hold it. Of a StepLR, also as an
-  /// LRScheduler&, only the number of steps is saved; interval and factor are the program's. A
-  /// scheduler derived from LRScheduler saves its own state in save and load, including
-  /// step_count_. ReduceLROnPlateauScheduler has private state and cannot be added.
+  /// An optimizer's options are also loaded. LibTorch writes the options of Adam and AdamW alike,
+  /// so an AdamW also loads the options of an Adam.
   ///
-  /// Errors: a name with a quote, a backslash or a line end, which LibTorch writes and cannot read;
-  /// an LRScheduler& that is not a StepLR.
+  /// Learning rates are stored with the optimizer. If you add a scheduler, also add its optimizer.
+  /// Otherwise save() and load() throw (unless another added object may contain it).
+  /// For a StepLR, or an LRScheduler& to one, only the number of steps is saved; interval and
+  /// factor come from the program. Your own scheduler, derived from LRScheduler, saves its state in
+  /// save and load, including step_count_. ReduceLROnPlateauScheduler has private state and cannot
+  /// be added.
+  ///
+  /// Errors: a name with a quote, a backslash or a line end, because LibTorch cannot read such
+  /// names; an LRScheduler& that is not a StepLR.
   template <class T>
   TrainingCheckpoint& add(std::string name, T& object) {
     add_to(std::move(name), object, /*is_local=*/false);
@@ -94,52 +97,54 @@ class TrainingCheckpoint {
   /// permission.
   bool exists() const;
 
-  /// Writes the file, or throws and leaves the old one. If the process is killed or the power
-  /// fails, either the old file or the new one is there, complete; see Note [Atomic files]. The new
-  /// one has the old one's mode (on Linux its access list, too) and, as far as the system permits,
-  /// its owner and group. Reads the devices.
+  /// Writes the file. If this fails, it throws and leaves the old file. If the process is killed or
+  /// the power fails, a complete file remains, the old or the new one; see Note [Atomic files]. The
+  /// new file has the mode of the old file (on Linux also its access list) and, if the system
+  /// permits it, its owner and group. Synchronises: the tensors are read from their devices.
   void save() const { save({local_part()}); }
 
-  /// Loads the added objects; false if there is no file, also for a mistyped path. Tensors,
-  /// and the weights of models, are filled in place on their own device, so optimizers, views and
-  /// captured graphs see the new values. A tensor that is undefined, here or in the file, becomes
-  /// what it was at save(). A number must fit its type; a float may be rounded. If the file has
-  /// tensors of a device that this machine lacks (cuda:1 with one GPU), all are read into host
-  /// memory: tensors that are filled, and states of optimizers, then move to their devices; what
-  /// else an object's own load() reads stays on the host. An optimizer's state in another
-  /// floating-point dtype is cast to its parameters', as in Python.
+  /// Loads the added objects. Returns false if there is no file: check the path. Tensors, and the
+  /// weights of models, are filled in place on their own device, so optimizers, views and captured
+  /// graphs use the new values. A tensor that is undefined here or in the file is replaced by the
+  /// saved tensor. A number must fit its type; a float may be rounded. An optimizer's state in
+  /// another floating-point dtype is cast to the dtype of its parameters, as in Python.
   ///
-  /// May be called within an iteration, after an exception, say: the scalers then forget what they
-  /// have recorded about the added optimizers, as by discard(). Clear the gradients, which are of
-  /// the weights before. An error within a window of an Accumulation. Within
-  /// a region, later ops use the new weights.
+  /// If the file has tensors of a device that this machine lacks (cuda:1 with one GPU), all tensors
+  /// are read into host memory. Filled tensors and states of optimizers then move to their devices;
+  /// other tensors, which an object's own load() reads, stay on the host.
   ///
-  /// A file that is damaged or does not fit the added objects is an error and changes nothing: a
-  /// model may not have more weights in the file than here, but whole objects in the file that were
-  /// not added are ignored (an optimizer's, in a program that only evaluates). Any changed byte is
-  /// damage: the file ends with a checksum, see Note [The file of a TrainingCheckpoint]. The file
-  /// is read twice, first to check it. If a device's memory runs out, nothing changes either,
-  /// except your own objects whose load() does not ensure that. Synchronises.
+  /// You may call it in an iteration, for example after an exception: the scalers then clear
+  /// their records of the added optimizers, like discard(). Clear the gradients, which belong to
+  /// the old weights. Error: a call in a window of an Accumulation. In a region, later ops
+  /// use the new weights.
+  ///
+  /// If the file is damaged or does not fit the added objects, it throws and changes nothing. If a
+  /// model in the file has more weights than the model here, the file does not fit. Whole objects
+  /// in the file that were not added are ignored, for example an optimizer in a program that only
+  /// evaluates. Any changed byte is detected: the file ends with a checksum, see
+  /// Note [The file of a TrainingCheckpoint]. The file is read twice, first to check it. If a
+  /// device's memory runs out, nothing changes, except objects of your types whose load() fails
+  /// halfway. Synchronises.
   [[nodiscard]] bool load() { return load(0, 1); }
 
   /// Returns this process's own part, as bytes, for save() below. If ShardedMasterWeights or an
-  /// optimizer of their shards were added, all processes call it together: it gathers these on
-  /// process 0, which then calls save().
+  /// optimizer of their shards were added, all processes call it together: it gathers masters and
+  /// states on process 0, which then calls save().
   at::Tensor local_part() const;
-  /// Writes the file on one of several processes, with the local part of each. An error, before the
-  /// old file is touched, without local parts, or with one that is not a local_part().
+  /// Writes the file on one of several processes, with the local part of each process. Errors,
+  /// before the old file is touched: no local parts; a tensor that is not a local_part().
   void save(const std::vector<at::Tensor>& local_parts) const;
-  /// Loads the file on one of several processes, with the local part of process `rank`. An error
-  /// unless the same number of `processes` wrote it.
+  /// Loads the file on one of several processes, with the local part of process `rank`. Error:
+  /// another number of `processes` wrote the file.
   [[nodiscard]] bool load(int64_t rank, int64_t processes) { return load_parts(rank, processes); }
-  /// Loads the file without local parts: to resume with another number of processes, not bit for
-  /// bit.
+  /// Loads the file without local parts, to resume with another number of processes. The resumed
+  /// run is then not bitwise identical.
   [[nodiscard]] bool load_shared() { return load_parts(std::nullopt, 0); }
-  /// Returns the id of the file last saved or loaded, which differs between any two files.
+  /// Returns the id of the file that was last saved or loaded. Any two files have different ids.
   int64_t file_id() const { return file_id_; }
 
-  /// For the library's own headers: a TrainingStep has added its objects, with names that begin
-  /// with `prefix`. `check(call)` throws if the step may not be saved or loaded now.
+  /// For the library's own headers: records that a TrainingStep has added its objects, with names
+  /// that begin with `prefix`. `check(call)` throws if the step may not be saved or loaded now.
   void note_step(std::function<void(const std::string&)> check, std::string prefix = {}) {
     steps_.push_back({std::move(prefix), std::move(check)});
   }
@@ -152,17 +157,17 @@ class TrainingCheckpoint {
     /// For values, GradScalers, MasterWeights and shards: returns a function that restores the
     /// present value. Empty if save()'s data suffice.
     std::function<std::function<void()>()> keep = {};
-    /// In that case: returns a function that restores all present tensors, without device memory.
-    /// For loads that ran out of it.
+    /// For types whose `keep` is empty: returns a function that restores all present tensors,
+    /// without device memory. Used if a load runs out of device memory.
     std::function<std::function<void()>()> hold = {};
     /// For state on several processes: gathers it on process 0.
     std::function<void()> gather = {};
-    /// The learning rates of an optimizer, and those that a StepLR has set in its own.
+    /// The learning rates of an optimizer, and the rates that a StepLR has set in its optimizer.
     std::function<std::vector<double>()> rates = {}, scheduled_rates = {};
-    /// Of an optimizer: makes a scaler forget what it has recorded about it in this iteration.
+    /// For an optimizer: clears a scaler's records of it in this iteration.
     std::function<void(GradScaler&)> discard = {};
-    GradScaler* scaler = nullptr;  ///< the object, if it is one
-    /// The program's own type, with unknown contents.
+    GradScaler* scaler = nullptr;  ///< the object, if it is a scaler
+    /// Whether the program defines the object's type, whose contents are unknown.
     bool is_own = false;
     bool is_local = false;
   };
@@ -213,7 +218,7 @@ class TrainingCheckpoint {
 };
 
 namespace detail {
-/// Whether a program has made the type, which is no module, and it may hold an optimizer.
+/// Whether the program defines the type, the type is no module, and it may hold an optimizer.
 template <class T>
 inline constexpr bool may_hold_optimizer =
     !std::derived_from<T, Masters> && !std::derived_from<T, torch::optim::LRScheduler> &&
@@ -224,8 +229,8 @@ template <class T>
 void TrainingCheckpoint::fill_value(Entry& entry, T& object) {
   static_assert(
       std::is_same_v<T, at::Tensor> || std::is_arithmetic_v<T> || std::is_same_v<T, std::string>,
-      "TrainingCheckpoint::add takes modules, module holders, optimizers, a TrainingStep, what has "
-      "save(OutputArchive&) and load(InputArchive&), tensors, vectors of tensors, numbers and "
+      "TrainingCheckpoint::add takes modules, module holders, optimizers, a TrainingStep, objects "
+      "with save(OutputArchive&) and load(InputArchive&), tensors, vectors of tensors, numbers and "
       "strings");
   entry.save = [&object](torch::serialize::OutputArchive& archive) {
     archive.write("value", detail::to_ivalue(object));
@@ -286,18 +291,17 @@ void TrainingCheckpoint::add_to(std::string name, T& object, bool is_local) {
   } else if constexpr (std::derived_from<T, torch::optim::LRScheduler>) {
     static_assert(
         std::is_same_v<T, torch::optim::StepLR> || std::is_same_v<T, torch::optim::LRScheduler>,
-        "TrainingCheckpoint::add cannot know what a scheduler of your own keeps: give it "
+        "TrainingCheckpoint::add cannot save your own scheduler without its help: give it "
         "save(OutputArchive&) and load(InputArchive&), and save its step_count_ there");
     unsigned& steps = detail::step_count_of(object, entry.name);
     add_to(std::move(entry.name), steps, is_local);
     entries_.back().scheduled_rates = [&object] { return detail::rates_of(object); };
     return;
   } else if constexpr (std::derived_from<T, torch::optim::ReduceLROnPlateauScheduler>) {
-    static_assert(
-        sizeof(T) == 0,
-        "TrainingCheckpoint::add cannot read LibTorch's ReduceLROnPlateauScheduler, which "
-        "hides its state: write a scheduler of your own, with save(OutputArchive&) and "
-        "load(InputArchive&)");
+    static_assert(sizeof(T) == 0,
+                  "TrainingCheckpoint::add cannot read LibTorch's ReduceLROnPlateauScheduler, "
+                  "whose state is private: write your own scheduler, with save(OutputArchive&) and "
+                  "load(InputArchive&)");
   } else if constexpr (requires(PartsOfStep & parts) { object.add_to(parts); }) {
     PartsOfStep parts{*this, entry.name + '.', is_local};
     object.add_to(parts);

@@ -5,13 +5,14 @@
 /// @brief Extra. TrainingStepOptions::log: a file with a line for each step.
 ///
 /// With this header a TrainingStep takes `.log = "run.csv"`. The file begins with the line
-/// `step,loss,scale,skipped,norm,time`. Each step adds a line: its number, the loss (of the
-/// window's last micro-batch), its scale, 1 if the step was skipped and else 0, the norm before
-/// clipping (empty without max_grad_norm), and the seconds since construction. An existing file is
-/// appended to. A device's values are written some steps later, when they have arrived on the host,
-/// so nothing waits for them; finish() and the destructor write the rest. If a line cannot be
-/// written (the disk is full), training goes on: the log warns, and writes the line with a later
-/// one.
+/// `step,loss,scale,skipped,norm,time`. Each step adds a line: the step's number, the loss (of the
+/// window's last micro-batch), the scale, 1 if the step was skipped and otherwise 0, the norm
+/// before clipping (empty without max_grad_norm), and the seconds since construction. If the file
+/// exists, lines are appended.
+///
+/// Nothing waits for values on a device: they are written some steps later, when they have arrived
+/// on the host. finish() and the destructor write the rest. If a line cannot be written (the disk
+/// is full), the log warns, training continues, and a later step writes the line again.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>
@@ -57,7 +58,7 @@ class CsvStepLog final : public StepLog {
   ~CsvStepLog() override {
     try {
       flush();
-    } catch (...) {  // a device's failure is reported elsewhere
+    } catch (...) {  // another call reports a device's failure
     }
   }
 
@@ -101,7 +102,7 @@ class CsvStepLog final : public StepLog {
     std::int64_t step;
     double seconds;
     bool has_gradients = true;
-    std::array<int, 4> digits{};  // of loss, scale, overflow flag, norm; 0: there is none
+    std::array<int, 4> digits{};  // of loss, scale, overflow flag, norm; 0: no value
     at::Tensor numbers{};
     std::optional<c10::Event> arrived{};  // of a device
   };
@@ -110,7 +111,7 @@ class CsvStepLog final : public StepLog {
     return std::chrono::duration<double>(std::chrono::steady_clock::now() - start_).count();
   }
 
-  /// The lines whose numbers have arrived, in order; `waits`: all.
+  /// Writes the lines whose numbers have arrived, in order; with `waits` it waits for all.
   void write(bool waits) {
     for (; !lines_.empty(); lines_.pop_front()) {
       const Line& line = lines_.front();
@@ -131,7 +132,7 @@ class CsvStepLog final : public StepLog {
 
   void add_text(const Line& line) {
     std::ostringstream text;
-    text.imbue(std::locale::classic());  // whatever the program's is
+    text.imbue(std::locale::classic());  // independent of the program's locale
     const at::Tensor numbers = line.numbers.to(at::kDouble);
     const auto* const values = numbers.const_data_ptr<double>();
     const auto print = [&](std::size_t i) {
@@ -149,7 +150,7 @@ class CsvStepLog final : public StepLog {
 
   void open() { file_.open(path_, std::ios::app | std::ios::binary); }
 
-  /// Writes the text. If the disk refuses part of it, the file stays as it is.
+  /// Writes the text. If the disk is full, the file is unchanged.
   bool append() {
     if (text_.empty()) return true;
     std::error_code failure;
@@ -170,7 +171,7 @@ class CsvStepLog final : public StepLog {
     const std::uintmax_t size = std::filesystem::file_size(path_, missing);
     return missing || size == 0;
   }
-  /// Whether the last line lacks its end, as after a crash. (Of a file, not of a pipe.)
+  /// Whether the last line lacks its end, as after a crash. False for a pipe.
   bool has_partial_line() const {
     std::ifstream file(path_, std::ios::binary);
     return file.seekg(-1, std::ios::end) && file.get() != '\n';

@@ -20,61 +20,60 @@ namespace TORCHAMP_NAMESPACE {
 ///     const auto result = train([&] { return loss_of(batch); });
 ///     if (step % 100 == 0) std::cout << result.loss() << '\n';
 ///
-/// A query uses what the host knows, and otherwise synchronises with the device once. A result
-/// that is never queried costs nothing. With `.capture` the next iteration overwrites the tensors:
-/// query first. Not for concurrent use.
+/// A query synchronises with the device once, unless the host already has the value. A result that
+/// is never queried costs nothing. With `.capture` the next iteration overwrites the tensors: query
+/// before it. One thread at a time.
 class TrainingResult {
  public:
-  /// The loss that the function returned, of this micro-batch alone. Synchronises. An error for
-  /// the result of finish().
+  /// The loss that the function returned for this micro-batch. Synchronises. Error: a result of
+  /// finish().
   double loss() const {
     TORCH_CHECK(loss_.defined(), "TrainingResult::loss: finish() computes no loss.");
     return loss_.item<double>();
   }
-  /// The same on its device, without its graph. Never synchronises.
+  /// The loss on its device, without its autograd graph. Never synchronises.
   const at::Tensor& loss_tensor() const { return loss_; }
 
   /// Whether this was the last micro-batch of a window, so that a step was taken or skipped. Never
   /// synchronises.
   bool ended_window() const { return step_.has_value(); }
 
-  /// Whether the optimizer stepped; false within a window, if a gradient held an inf or a NaN, and
+  /// Whether the optimizer stepped. False in a window, if a gradient held an inf or a NaN, or
   /// if there was no gradient. Synchronises like StepResult::stepped().
   bool stepped() const { return step_ && step_->stepped(); }
   /// The same as stepped().
   explicit operator bool() const { return stepped(); }
 
-  /// The norm of all unscaled gradients before clipping. Synchronises. An error without
-  /// .max_grad_norm, whose infinity computes the norm and clips nothing, and within a window.
+  /// The norm of all unscaled gradients before clipping. Synchronises. Errors: no .max_grad_norm is
+  /// set (infinity computes the norm and clips nothing); a result in a window.
   double norm() const {
     TORCH_CHECK(norm_.defined(), "TrainingResult::norm: ",
-                ended_window()
-                    ? "no norm was computed. Set .max_grad_norm; with infinity "
-                      "(std::numeric_limits<double>::infinity()) nothing is clipped."
-                    : "the window has not ended, so its norm is not known. Ask at the end of a "
-                      "window (ended_window()).");
+                ended_window() ? "no norm was computed. Set .max_grad_norm; with infinity "
+                                 "(std::numeric_limits<double>::infinity()) nothing is clipped."
+                               : "the window has not ended, so its norm is not known. Query it at "
+                                 "the end of a window (ended_window()).");
     return norm_.item<double>();
   }
-  /// The same on its device; undefined where norm() throws. Never synchronises.
+  /// The norm on its device; undefined if norm() throws. Never synchronises.
   const at::Tensor& norm_tensor() const { return norm_; }
 
-  /// The scale of the gradients; 1 for a disabled scaler. Reads as StepResult::scale(). An error
-  /// within a window.
+  /// The scale of the gradients; 1 for a disabled scaler. Synchronises like StepResult::scale().
+  /// Error: a result in a window.
   double scale() const {
     TORCH_CHECK(ended_window(),
-                "TrainingResult::scale: the window has not ended, so there was no step. Ask the "
+                "TrainingResult::scale: the window has not ended, so there was no step. Call the "
                 "TrainingStep's scaler().get_scale().");
     return step_->scale();
   }
 
-  /// The result of GradScaler::step; none within a window.
+  /// The result of GradScaler::step; none in a window.
   const std::optional<StepResult>& step_result() const { return step_; }
 
-  /// The overflow flag on its device, as StepResult::found_inf(). Never synchronises.
+  /// The overflow flag on its device, like StepResult::found_inf(). Never synchronises.
   at::Tensor found_inf() const { return step_ ? step_->found_inf() : at::Tensor(); }
 
-  /// The scale of the gradients on its device: defined with `.capture` or `.log`, and an enabled
-  /// scaler. Never synchronises.
+  /// The scale of the gradients on its device. Defined only with `.capture` or `.log` and an
+  /// enabled scaler. Never synchronises.
   const at::Tensor& scale_tensor() const { return scale_; }
 
  private:
@@ -84,7 +83,8 @@ class TrainingResult {
         norm_(std::move(norm)),
         scale_(std::move(scale)),
         step_(std::move(step)) {}
-  /// A result that shares the tensors, which replays of a graph fill again, and no answers.
+  /// A result that shares the tensors, which replays of a graph overwrite, but not the values that
+  /// were read.
   TrainingResult with_own_answers() const {
     TrainingResult result = *this;
     if (step_) result.step_ = detail::ScalerParts::with_own_answers(*step_);

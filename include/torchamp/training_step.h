@@ -48,42 +48,43 @@ class MasterWeights;
 /// Options of a TrainingStep. An aggregate, for designated initialisers: `TrainingStep train(model,
 /// optimizer, {.max_grad_norm = 1., .micro_batches = 4});`
 struct TrainingStepOptions {
-  /// The device of the iteration. Unset: that of the model's parameters.
+  /// The device of the iteration. Unset: the device of the model's parameters.
   std::optional<c10::Device> device = std::nullopt;
-  /// fp16, bf16, or fp32 (no casts). Unset: the masters' dtype, if there are masters; fp16 on
-  /// CUDA; elsewhere the device's autocast dtype, which is bf16 on a CPU (see cpu_products.h for
-  /// CPUs without instructions for it). A model in fp64, which is never cast, causes a warning.
+  /// fp16, bf16, or fp32 (no casts). Unset: the masters' dtype if there are masters; otherwise fp16
+  /// on CUDA, and elsewhere the device's autocast dtype, which is bf16 on a CPU (see cpu_products.h
+  /// for CPUs without instructions for bf16). A model in fp64 is never cast and causes a warning.
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// Like AutocastOptions::policy.
   std::optional<Policy> policy = std::nullopt;
   /// GradScalerOptions, or a GradScaler that several TrainingSteps share and that outlives them.
-  /// With micro_batches, a step that changes a shared scale makes the next call of a TrainingStep
-  /// with an open window throw and drop that window: give each its own. Unset: GradScalerOptions()
-  /// for fp16, skip_non_finite() for bf16 and fp32.
+  /// Unset: GradScalerOptions() for fp16, skip_non_finite() for bf16 and fp32. With micro_batches,
+  /// use one scaler per TrainingStep: if a step changes a shared scale while another TrainingStep
+  /// has an open window, the next call of that TrainingStep throws and drops its window.
   detail::ScalerChoice scaler = {};
   /// If set, gradients are clipped to this norm (clip_grad_norm_).
   std::optional<double> max_grad_norm = std::nullopt;
-  /// Number of calls per step, which uses the gradient of the mean of their losses.
+  /// Number of calls per step. The step uses the gradient of the mean of their losses.
   std::int64_t micro_batches = 1;
-  /// Like AutocastOptions::cache; WeightCache::window casts each weight once for all micro-batches.
+  /// Like AutocastOptions::cache. WeightCache::window casts each weight once for all micro-batches.
   std::optional<WeightCache> cache = std::nullopt;
-  /// MasterWeightsOptions or, with a group, ShardedMasterWeightsOptions: the model in 16 bits, and
-  /// masters of its weights for the optimizer, which a factory creates.
+  /// MasterWeightsOptions or, with a group, ShardedMasterWeightsOptions: the model is kept in 16
+  /// bits, with masters of its weights for the optimizer. Then a factory must create the optimizer.
   detail::Choice<detail::MastersOption> masters = {};
-  /// A process group (torchamp/distributed/training_group.h): gradients are averaged over it like
-  /// by DistributedDataParallel, whichever module's forward the function calls. Or `{group,
-  /// options}` with DistributedDataParallelOptions.
+  /// A process group (torchamp/distributed/training_group.h), or `{group, options}` with
+  /// DistributedDataParallelOptions. Gradients are averaged over the group as by
+  /// DistributedDataParallel; the function may call the forward of any module.
   detail::Choice<detail::GroupOption> group = {};
-  /// CudaGraphOptions: captures iterations and replays them, and captures again after train() or
-  /// eval() of the model or of a part of it. Each micro-batch of a window is a graph. With a group
-  /// an error, or with `when_possible` a warning, after which all goes on eagerly.
+  /// CudaGraphOptions: captures iterations and replays them. It captures again after train() or
+  /// eval() of the model or of a part of the model. Each micro-batch of a window has its own graph.
+  /// With a group this is an error; with `when_possible` it is a warning, and the iterations run
+  /// eagerly.
   detail::Choice<detail::CaptureOption> capture = {};
-  /// A learning rate scheduler, several in braces, or a function that creates one for an optimizer
-  /// and is called for each. Stepped after each step that was not skipped; finding out
-  /// synchronises, also with a fused optimizer.
+  /// A learning rate scheduler, several in braces, or a function that creates a scheduler and is
+  /// called for each optimizer. It is stepped after each step that was not skipped. To check this,
+  /// each step synchronises, even with a fused optimizer.
   detail::Choice<detail::SchedulerOption> scheduler = {};
-  /// A file (torchamp/training_log.h) that gets the step, loss, scale, skips, norm and time of each
-  /// step, late enough not to wait for a device.
+  /// A file (torchamp/training_log.h) for step, loss, scale, skips, norm and time of each step.
+  /// Lines are written some steps late, so the log never waits for a device.
   detail::Choice<detail::LogOption> log = {};
 };
 
@@ -95,26 +96,28 @@ struct TrainingStepOptions {
 ///       train([&] { return torch::mse_loss(model->forward(batch.data), batch.target); });
 ///     train.finish();   // an incomplete window at the end; for micro-batches
 ///
-/// Results equal, bitwise, those of the parts that it uses: AutocastGuard, GradScaler,
-/// Accumulation (with several micro-batches), clip_grad_norm_, MasterWeights,
-/// DistributedDataParallel, CudaGraph. A window (`micro_batches` iterations) begins by clearing the
+/// Results are bitwise identical to a loop written with AutocastGuard, GradScaler, Accumulation
+/// (with several micro-batches), clip_grad_norm_, MasterWeights, DistributedDataParallel and
+/// CudaGraph, which it uses. A window (`micro_batches` iterations) begins by clearing the
 /// optimizer's gradients and ends with one step() and update() of the scaler. Several TrainingSteps
-/// (of a GAN, say) may coexist.
+/// may coexist, for example for a GAN.
 ///
-/// An exception in the function leaves that micro-batch out of the window. A later one (in
-/// backward, the clip, the step, at a limit of the scaler) drops the window, and so does one in the
-/// function after a backward() of its own, whose gradients cannot be told from the others. Either
-/// way the next call works. Model, optimizer, scaler and scheduler that are passed by reference
-/// must outlive it. One thread at a time: a call while another thread is in one throws and changes
-/// nothing. A model that is trained with all its modules in eval() causes one warning.
+/// If the function throws, its micro-batch is not part of the window. If backward, the clip or the
+/// step throws (also at a limit of the scaler), the whole window is dropped. It is also dropped if
+/// the function throws after it has called backward() itself, because these gradients cannot be
+/// separated from the others. In all cases the next call works.
 ///
-/// Errors at construction: options that are out of range or exclude each other, by name; LBFGS,
-/// which needs a closure (torchamp/closure_step.h); fp16 parameters without masters (bf16 ones
-/// cause a warning). The model is then unchanged, also if the factory throws (with a group and
-/// masters, it has the weights of the first process).
+/// Model, optimizer, scaler and scheduler that are passed by reference must outlive it. One thread
+/// at a time: if a thread calls it during another thread's call, it throws and changes nothing. If
+/// all modules of the model are in eval() during training, it warns once.
+///
+/// Errors at construction, which name the option: options that are out of range or exclude each
+/// other; LBFGS, which needs a closure (torchamp/closure_step.h); fp16 parameters without masters
+/// (bf16 parameters cause a warning). After an error, or if the factory throws, the model is
+/// unchanged. (With a group and masters, it has the weights of the first process.)
 class TrainingStep {
  public:
-  /// What a factory may accept instead of a vector of parameters.
+  /// A factory may accept this type instead of a vector of parameters.
   using NamedParameters = detail::NamedTensors;
   /// Inputs of an iteration that can be captured.
   using Tensors = detail::Tensors;
@@ -126,11 +129,12 @@ class TrainingStep {
                TrainingStepOptions options = {})
       : TrainingStep(model, Optimizers{optimizer}, std::move(options)) {}
 
-  /// Several optimizers: `TrainingStep train(model, {muon, adamw})`. All of them step, or none: if
-  /// a gradient of one of them is not finite, all skip. (torch.amp decides for each optimizer; for
-  /// that, use a GradScaler.) `max_grad_norm` bounds the norm of all gradients together. If one of
-  /// the optimizers is not a ScaledStep, each step synchronises, as with that one alone. If a step
-  /// throws, earlier optimizers have stepped. Errors: no optimizer; a parameter in two of them.
+  /// Several optimizers: `TrainingStep train(model, {muon, adamw})`. Either all of them step, or
+  /// none: if a gradient of one optimizer is not finite, all skip the step. (torch.amp decides for
+  /// each optimizer separately; for that, use a GradScaler.) `max_grad_norm` limits the norm of all
+  /// gradients together. If one of the optimizers is not a ScaledStep, each step synchronises. If
+  /// an optimizer's step throws, the optimizers before it have already stepped. Errors: no
+  /// optimizer; a parameter in two optimizers.
   TrainingStep(const detail::Model& model, Optimizers optimizers, TrainingStepOptions options = {})
       : TrainingStep(model, std::move(options), /*makes=*/false, [&](const NamedParameters&) {
           const std::shared_ptr<void> unowned;
@@ -139,10 +143,10 @@ class TrainingStep {
           return pointers;
         }) {}
 
-  /// `factory` creates the optimizer for the masters' parameters, or the model's, and returns a
-  /// pointer to it: `[](auto parameters) { return std::make_unique<FusedAdamW>(parameters, …); }`.
-  /// For several optimizers it returns a std::vector of pointers.
-  /// Its parameter is a std::vector of tensors or NamedParameters.
+  /// `factory` creates the optimizer for the parameters of the masters (without masters: of the
+  /// model) and returns a pointer to it: `[](auto parameters) { return
+  /// std::make_unique<FusedAdamW>(parameters, …); }`. For several optimizers it returns a
+  /// std::vector of pointers. Its parameter is a std::vector of tensors or NamedParameters.
   template <class Factory>
   requires(!std::derived_from<std::remove_cvref_t<Factory>, torch::optim::Optimizer>)
       TrainingStep(const detail::Model& model, Factory factory, TrainingStepOptions options = {})
@@ -190,8 +194,8 @@ class TrainingStep {
 
   /// Runs an iteration. `loss` computes the loss, a scalar, from the parameters; it is called once,
   /// under the guard. Errors: a loss that is already scaled; an unscaled backward() in the function
-  /// (a warning, once, where the scale is fixed at 1). With `.capture` an error, or with its
-  /// `when_possible` a warning, once: without the inputs nothing can be captured.
+  /// (if the scale is fixed at 1: one warning); `.capture`, because nothing can be captured without
+  /// the inputs (with `when_possible`: one warning).
   template <std::invocable Loss>
   TrainingResult operator()(Loss&& loss) {
     detail::check_loss_of<Loss&>();
@@ -206,9 +210,9 @@ class TrainingStep {
     }
   }
 
-  /// Runs an iteration that can be captured: `loss` computes the loss from `inputs` and reads
-  /// nothing else that changes (a number that does is an input, too: a tensor). A replay does not
-  /// call it; functions of several types have a graph each. See CudaGraph.
+  /// Runs an iteration that can be captured: `loss` computes the loss from `inputs` and reads no
+  /// other value that changes. Pass a number that changes as an input, in a tensor. A replay does
+  /// not call the function. Functions of different types have different graphs. See CudaGraph.
   template <std::invocable<const Tensors&> Loss>
   TrainingResult operator()(const Tensors& inputs, Loss&& loss) {
     detail::check_loss_of<Loss&, const Tensors&>();
@@ -227,19 +231,20 @@ class TrainingStep {
   requires(!std::invocable<Loss, const Tensors&>) void operator()(const Tensors&, Loss&&) {
     detail::refuse_arguments<Loss>();
   }
-  /// Does not compile: the arguments are no function that computes the loss (a loss, say).
+  /// Does not compile: the arguments are no function that computes the loss, but the loss itself,
+  /// for example.
   template <class... Given>
   requires(!detail::is_loss_call<Given...>) void operator()(Given&&...) {
     detail::refuse_arguments<Given...>();
   }
 
   /// Steps with an incomplete window, at the end of an epoch; the sum of its losses is still
-  /// divided by micro_batches. Does nothing if none is open. With a group all processes call it.
-  /// Then writes the rest of the log, which synchronises.
+  /// divided by micro_batches. If no window is open, no step is taken. With a group all processes
+  /// call it. At the end it writes the rest of the log, which synchronises.
   std::optional<TrainingResult> finish();
 
-  /// Returns `function()`, called under the guard, without gradients and with all modules in
-  /// evaluation mode; their modes are then restored, also after an exception.
+  /// Calls `function()` under the guard, without gradients and with all modules in evaluation mode,
+  /// and returns its result. The modes are then restored, even after an exception.
   template <std::invocable Function>
   decltype(auto) evaluate(Function&& function) {
     const detail::OneCaller::Call call(caller_, "TrainingStep::evaluate");
@@ -260,26 +265,26 @@ class TrainingStep {
 
   /// Writes a TrainingCheckpoint (torchamp/training_checkpoint.h) of model or masters, optimizer,
   /// scaler, scheduler, the number of steps and random states. With a group all processes call it,
-  /// for one file. An error within a window.
+  /// for one file. Error: a call in a window.
   template <class Checkpoint = TrainingCheckpoint>
   void save(const std::string& path) {
     const detail::OneCaller::Call call(caller_, "TrainingStep::save");
     auto checkpoint = checkpoint_of<Checkpoint>("save", path);
     group_ ? group_->save(checkpoint) : checkpoint.save();
   }
-  /// Resumes from such a file; false if there is none, also for a mistyped path. See
-  /// TrainingCheckpoint::load. An error within a window, and if only the file or only this has a
-  /// scheduler.
+  /// Resumes from such a file. Returns false if there is no file: check the path. See
+  /// TrainingCheckpoint::load. Errors: a call in a window; a scheduler in the file but not
+  /// here, or here but not in the file.
   template <class Checkpoint = TrainingCheckpoint>
   [[nodiscard]] bool load(const std::string& path) {
     const detail::OneCaller::Call call(caller_, "TrainingStep::load");
     auto checkpoint = checkpoint_of<Checkpoint>("load", path);
     return group_ ? group_->load(checkpoint) : checkpoint.load();
   }
-  /// Adds the same to your own checkpoint, as "model", "optimizer", "scaler", "scheduler" (of more
-  /// optimizers and schedulers also "optimizer2", "scheduler2", …) and
-  /// "steps"; `checkpoint.add("train", train)` adds them as "train.model" and so on. Its save() and
-  /// load() are an error within a window.
+  /// Adds the same objects to your own checkpoint, as "model", "optimizer", "scaler", "scheduler"
+  /// and "steps"; further optimizers and schedulers are "optimizer2", "scheduler2", …
+  /// `checkpoint.add("train", train)` adds them as "train.model" and so on. In a window the
+  /// checkpoint's save() and load() are errors.
   template <class Checkpoint>
   void add_to(Checkpoint& checkpoint) {
     masters_ ? checkpoint.add("model", *masters_) : checkpoint.add("model", *model_);
@@ -299,7 +304,7 @@ class TrainingStep {
 
   /// The scaler.
   GradScaler& scaler() { return *scaler_; }
-  /// The optimizer; of several, the one with this number, from 0.
+  /// The optimizer; with several optimizers, the optimizer with this number, from 0.
   torch::optim::Optimizer& optimizer(std::size_t number = 0) {
     TORCH_CHECK_INDEX(number < optimizers_.size(), "TrainingStep::optimizer: the number is ",
                       number, ", and there are ", optimizers_.size(), " optimizers.");
@@ -309,7 +314,7 @@ class TrainingStep {
   template <class Masters = MasterWeights>
   Masters& masters() {
     auto* const found = dynamic_cast<Masters*>(masters_.get());
-    TORCH_CHECK(found, "TrainingStep::masters: there are none of this type. Set .masters.");
+    TORCH_CHECK(found, "TrainingStep::masters: there are no masters of this type. Set .masters.");
     return *found;
   }
   /// The guard's options, for your own regions.
@@ -393,21 +398,21 @@ class TrainingStep {
   std::unique_ptr<detail::StepGroup> group_;
   std::unique_ptr<detail::Masters> masters_;
   detail::OptimizerPointers optimizers_;
-  std::shared_ptr<torch::optim::Optimizer> optimizer_;  // steps all of them
+  std::shared_ptr<torch::optim::Optimizer> optimizer_;  // steps all optimizers
   std::optional<Accumulation> accumulation_;            // of several micro-batches
   std::vector<detail::StepScheduler> schedulers_;
   std::unique_ptr<detail::StepLog> log_;
   detail::StepCapture capture_;
   std::vector<double> captured_rules_;                                   // of the scaler
   const std::function<at::Tensor(const Tensors&)>* function_ = nullptr;  // that is captured
-  bool has_run_body_ = false;  // in this call, which is no replay
+  bool has_run_body_ = false;  // in this call: then it is no replay
   bool captures_when_possible_ = false, warned_of_inputs_ = false;
   bool moves_inputs_ = false;  // to the device, as a graph would
   bool keeps_scale_ = false;   // each result has the scale of its step
   bool warned_ = false;        // of a backward() in the function
   bool warned_of_mode_ = false;
   detail::OneCaller caller_;
-  at::Tensor norm_, scale_;  // of the step that is being made
+  at::Tensor norm_, scale_;  // of the present step
   std::int64_t steps_ = 0;
 };
 

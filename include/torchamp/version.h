@@ -4,7 +4,7 @@
 /// @file
 /// @brief Core. torchamp's version, for the preprocessor.
 
-// cl.exe keeps C++98's __cplusplus without /Zc:__cplusplus.
+// Without /Zc:__cplusplus, cl.exe defines __cplusplus as for C++98.
 #if (defined(_MSVC_LANG) ? _MSVC_LANG : __cplusplus) < 202002L
 #error "torchamp needs C++20: compile with -std=c++20 (g++ 12, clang++ 14 or later) or /std:c++20."
 #endif
@@ -38,8 +38,8 @@
   TORCHAMP_NAMESPACE_OF(TORCHAMP_VERSION_MAJOR, TORCHAMP_VERSION_MINOR, TORCHAMP_VERSION_PATCH)
 /// @endcond
 
-// What is compiled once where TORCHAMP_COMPILED is defined: see .github/CONTRIBUTING.md, Compiled
-// once.
+// Functions that are compiled only once if TORCHAMP_COMPILED is defined: see
+// .github/CONTRIBUTING.md, Compiled once.
 /// @cond
 #ifdef TORCHAMP_COMPILED
 #define TORCHAMP_BODIES 0

@@ -34,22 +34,25 @@
 #include "torchamp/version.h"
 
 /// @file
-/// WeightCache::region, window and kept replace LibTorch's cache of casts in a guard. Values are
-/// stored by tensor, memory, part of it and dtype, and are valid while LibTorch's version counter
-/// is unchanged: an unchanged weight is not cast again, in the next micro-batch, in evaluation or
-/// on another thread; a changed one is cast into the same memory, unless the old cast is still in
-/// use. Each use gets its own place in the graph, so values and gradients equal, bitwise, those
-/// of a new cast for each use. Frozen weights and views of weights, like the `w.t()` of
-/// torch::nn::Linear, are also cached. Ops that LibTorch's own kernels would cast for run through a
-/// kernel of torchamp, which costs about 0.2 µs per call for the rest of the process. Casts of
-/// destroyed weights are freed at the end of the next outermost guard, by the next step of a
-/// GradScaler or of a fused optimizer, or by weight_cache_stats() or clear_weight_cache(), and
-/// within a region once they may be half of what is stored.
+/// WeightCache::region, window and kept replace LibTorch's cache of casts in a guard. A cast is
+/// stored by tensor, memory, part of the memory and dtype. It is valid while LibTorch's version
+/// counter of the weight is unchanged. So an unchanged weight is not cast again, in the next
+/// micro-batch, in evaluation or on another thread. A changed weight is cast again into the same
+/// memory, unless the old cast is still in use.
+///
+/// Each use of a cast is a separate node of the autograd graph: values and gradients are bitwise
+/// identical to those with a new cast for each use. Frozen weights and views of weights, like the
+/// `w.t()` of torch::nn::Linear, are also cached. Ops that LibTorch's own kernels would cast run
+/// through a kernel of torchamp, which costs about 0.2 µs per call for the rest of the process.
+///
+/// Casts of destroyed weights are freed at the end of the next outermost guard, by the next step of
+/// a GradScaler or of a fused optimizer, by weight_cache_stats() and by clear_weight_cache().
+/// In a region they are freed as soon as they may be half of the stored casts.
 
 namespace torchamp::detail {
 
-/// Registers kernels of the ops that LibTorch's own kernels for the device cast to 16 bits. The
-/// first call for a device does.
+/// Registers kernels of the ops that LibTorch's own kernels for the device cast to 16 bits. Only
+/// the first call for a device has an effect.
 inline void register_kernels_of_natively_lowered(at::DeviceType device) {
   static std::array<std::once_flag, device_count> registered;
   std::call_once(registered[device_index(device, "WeightCache")], [device] {
@@ -80,8 +83,8 @@ void change_arguments(const c10::FunctionSchema& schema, const std::vector<std::
   }
 }
 
-/// Whether the JIT traces the calling thread. A trace needs all that becomes of a weight: a cast
-/// from before would be a constant of it.
+/// Whether the JIT traces the calling thread. A trace must contain the cast of a weight: a cached
+/// cast would be a constant in it.
 inline bool is_traced() {
   return at::tracer::impl::is_dispatch_enabled();
 }
@@ -98,7 +101,7 @@ class StoredWeightCasts final : public WeightCasts {
             at::ScalarType dtype, at::DeviceType device, torch::jit::Stack& stack) const override {
     const WeightKeep keep = keep_of_this_thread();
     if (keep.until == WeightKeep::Until::made || is_traced()) return;
-    // Of what is added in place, only a parameter is a weight for sure.
+    // An op in place may add activations. Only a parameter is certainly a weight.
     const bool in_place = schema.name().ends_with('_');
     const auto cast_of = [&](const at::Tensor& tensor, std::size_t position) {
       const bool takes =
@@ -129,13 +132,13 @@ namespace TORCHAMP_NAMESPACE {
 
 /// Statistics of torchamp's own cache, for the process.
 struct WeightCacheStats {
-  int64_t hits = 0;    ///< casts, and 8-bit forms, that were found
-  int64_t misses = 0;  ///< that were made
-  int64_t bytes = 0;   ///< in use now
+  int64_t hits = 0;    ///< casts, and 8-bit forms, that were in the cache
+  int64_t misses = 0;  ///< casts, and 8-bit forms, that were made
+  int64_t bytes = 0;   ///< bytes in use now
 };
 
-/// Limits torchamp's own cache to this many bytes, for the process; the least recently used entries
-/// are freed first. There is no limit at first. Error: a negative number.
+/// Limits torchamp's own cache to this many bytes, for the whole process; the least recently used
+/// entries are freed first. Without a call there is no limit. Error: a negative number.
 inline void set_weight_cache_budget(int64_t bytes) {
   TORCH_CHECK_VALUE(bytes >= 0, "set_weight_cache_budget: ", bytes,
                     " bytes is not a budget. Pass 0 or more.");

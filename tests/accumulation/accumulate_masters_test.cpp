@@ -80,8 +80,8 @@ TEST(AccumulationOfMasterWeights, AddsMicroBatchesInFp32) {
   }
 }
 
-TEST(AccumulationOfMasterWeights, AreNotTakenWhereTheyWouldStayScaled) {
-  for (const bool others : {false, true}) {  // an fp32 parameter beside it
+TEST(AccumulationOfMasterWeights, AreNotTakenIfTheyWouldStayScaled) {
+  for (const bool others : {false, true}) {  // with a further fp32 parameter
     Narrow narrow;
     const at::Tensor beside = zero();
     std::vector<at::Tensor> parameters = narrow.masters->parameters();
@@ -116,7 +116,8 @@ TEST(AccumulationOfMasterWeights, AreNotTakenIntoTheMeanOfMicroBatches) {
   EXPECT_EQ(narrow.master(), 1.F);
 }
 
-/// Gradients of the program's own may come after unscaling, and those of others be taken.
+/// The program's own gradients may come after unscaling, and gradients of other masters may be
+/// taken.
 TEST(AccumulationOfMasterWeights, RaiseNoFalseAlarm) {
   Narrow narrow;
   const at::Tensor w = zero(), unused = zero();

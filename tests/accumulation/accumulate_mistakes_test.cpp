@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Mistakes around an accumulation: each is told, and what only looks like one is not.
+// Mistakes around an accumulation: each is reported. Correct programs cause no report.
 #include <torchamp/accumulate.h>
 
 #include <gmock/gmock.h>
@@ -69,7 +69,7 @@ TEST_P(AccumulationMistakes, APenaltyOnGradientsOfAScaledLossIsTaken) {
   EXPECT_TRUE(accumulation.backward(plain)->stepped());
 }
 
-TEST_P(AccumulationMistakes, GradientsThatAreZeroedWithinAWindowAreToldOnce) {
+TEST_P(AccumulationMistakes, GradientsThatAreZeroedWithinAWindowAreReportedOnce) {
   for (int i = 0; i < 4; ++i) {
     optimizer->zero_grad(/*set_to_none=*/false);
     accumulation.backward(loss());
@@ -78,12 +78,12 @@ TEST_P(AccumulationMistakes, GradientsThatAreZeroedWithinAWindowAreToldOnce) {
     }
   }
   constexpr const char* text =
-      "written to or replaced since the last call, as by a clip, zero_grad(false)";
+      "written to or replaced since the last call, for example by a clip, zero_grad(false)";
   EXPECT_THAT(warnings.text(), HasSubstr(text));
   EXPECT_EQ(warnings.text().find(text), warnings.text().rfind(text));
 }
 
-TEST(AccumulationMistakesOfPlainOptimizers, GradientsThatAreClippedWithinAWindowAreToldOnce) {
+TEST(AccumulationMistakesOfPlainOptimizers, GradientsThatAreClippedWithinAWindowAreReportedOnce) {
   for (const double max_norm : {1e-3, HUGE_VAL}) {
     at::Tensor w = leaf({3});
     torch::optim::SGD optimizer({w}, 1e-3);
@@ -94,14 +94,15 @@ TEST(AccumulationMistakesOfPlainOptimizers, GradientsThatAreClippedWithinAWindow
       accumulation.backward((w * w).sum());
       torchamp::clip_grad_norm_(optimizer, max_norm);
     }
-    constexpr const char* text = "written to or replaced since the last call, as by a clip";
+    constexpr const char* text =
+        "written to or replaced since the last call, for example by a clip";
     const auto at = warnings.text().find(text);
     EXPECT_EQ(at != std::string::npos, max_norm < 1.) << "a look at the norm is none";
     EXPECT_EQ(at, warnings.text().rfind(text));
   }
 }
 
-TEST_P(AccumulationMistakes, GradientsThatStayTheSameWithinAWindowAreNotTold) {
+TEST_P(AccumulationMistakes, GradientsThatStayTheSameWithinAWindowAreNotReported) {
   for (int i = 0; i < 4; ++i) {
     accumulation.backward(loss());
     if (!w.grad().defined()) continue;
@@ -141,7 +142,7 @@ TEST_P(AccumulationMistakes, AClipOfOthersBeforeTheStepOfSumsIsNone) {
   EXPECT_THAT(warnings.text(), IsEmpty());
 }
 
-TEST_P(AccumulationMistakes, ABackwardOfOnesOwnBesideSumsIsToldOnce) {
+TEST_P(AccumulationMistakes, ABackwardOutsideOfTheAccumulationIsReportedOnce) {
   constexpr const char* text = "that do not come from backward() of the accumulation";
   for (const bool before_step : {false, true}) {
     DroppingAccumulation own(scaler, *optimizer);
@@ -158,7 +159,7 @@ TEST_P(AccumulationMistakes, ABackwardOfOnesOwnBesideSumsIsToldOnce) {
   }
 }
 
-TEST_P(AccumulationMistakes, GradientsOfAnEarlierPhaseAndOfAnErrorAreNotTold) {
+TEST_P(AccumulationMistakes, GradientsOfAnEarlierPhaseAndOfAnErrorAreNotReported) {
   loss().backward();
   safe.backward(loss());
   EXPECT_THROW(safe.step([] { throw std::runtime_error("mine"); }), std::runtime_error);

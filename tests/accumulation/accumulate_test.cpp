@@ -112,7 +112,7 @@ TEST(Accumulation, RefusesAScaleThatChangesWithinAWindow) {
   }
 }
 
-TEST(Accumulation, BeginsANewWindowWhereUpdateThrows) {
+TEST(Accumulation, BeginsANewWindowIfUpdateThrows) {
   const at::Tensor w = torch::zeros({1}, torch::requires_grad());
   auto optimizer = sgd({w});
   GradScaler scaler({.init_scale = 8., .max_skips_in_a_row = 1});
@@ -281,7 +281,7 @@ TEST(DroppingAccumulation, WorksDisabledAndNamesItsMisuse) {
   GradScaler scaler;
   DroppingAccumulation other(scaler, sparse);
   const at::Tensor rows = torch::embedding(table, torch::tensor({1, 2}), -1, false, true);
-  EXPECT_ERROR(other.backward(rows.sum()), "Only dense gradients can be summed apart");
+  EXPECT_ERROR(other.backward(rows.sum()), "With .drop_bad gradients must be dense");
   EXPECT_FALSE(scaler.is_unscaled(sparse));
   other.backward((table * 2).sum());
   EXPECT_TRUE(other.step()) << "the failed call left no trace";
@@ -301,7 +301,7 @@ TEST(Accumulation, RefusesAWindowThatHasLostSomeOfItsGradients) {
   EXPECT_NO_THROW(accumulation.backward(b.sum())) << "gradients may come later";
 }
 
-TEST(Accumulation, LeavesTheScalerAloneWhereTheLossIsRefused) {
+TEST(Accumulation, LeavesTheScalerAloneIfTheLossIsRefused) {
   const at::Tensor w = torch::zeros({1}, torch::requires_grad());
   auto optimizer = sgd({w});
   GradScaler scaler;

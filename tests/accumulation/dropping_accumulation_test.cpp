@@ -133,7 +133,7 @@ std::vector<std::pair<float, bool>> steps_of() {
   return seen;
 }
 
-TEST(DroppingAccumulation, StepsWhereAnAccumulationDoes) {
+TEST(DroppingAccumulation, StepsAtTheSameTimesAsAnAccumulation) {
   EXPECT_EQ(steps_of<DroppingAccumulation>(), steps_of<torchamp::Accumulation>());
 }
 
@@ -154,7 +154,8 @@ TEST(DroppingAccumulation, CountsDroppedMicroBatchesAndFlushesAnIncompleteWindow
   ASSERT_TRUE(rest);
   EXPECT_EQ(rest->micro_batches(), 1);
   EXPECT_EQ(w.item<float>(), -8.F) << "the mean of the kept ones, not a third";
-  EXPECT_ERROR(DroppingAccumulation(scaler, optimizer, 0), "micro_batches is 0. It is 1 or more.");
+  EXPECT_ERROR(DroppingAccumulation(scaler, optimizer, 0),
+               "micro_batches is 0. It must be 1 or more.");
 }
 
 TEST(DroppingAccumulationAfterAnError, TakesNoMoreThanAWindow) {
@@ -280,7 +281,7 @@ TEST(DroppingAccumulationAfterAnError, ForgetsTheClipOfAFailedStep) {
   EXPECT_EQ(w.item<float>(), -8.F);
 }
 
-TEST(DroppingAccumulationAfterAnError, AddsNothingWhereALimitIsMetLate) {
+TEST(DroppingAccumulationAfterAnError, AddsNothingIfALimitIsMetLate) {
   const at::Tensor w = zero();
   auto optimizer = sgd({w});
   GradScaler scaler({.max_skips_in_a_row = 1});

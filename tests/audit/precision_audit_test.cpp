@@ -128,7 +128,7 @@ TEST_P(PrecisionAuditOn, MeasuresByTheLossWhatDependsOnNoParameter) {
   EXPECT_TRUE(is_lowered(chosen, "addmm")) << chosen;
 }
 
-TEST(PrecisionAudit, RunsWhereAnOpHasNoDerivativeForWhatDependsOnNoParameter) {
+TEST(PrecisionAudit, RunsIfAnOpHasNoDerivativeForAResultWithoutParameters) {
   Net model = net();
   const at::Tensor x = torch::randn({8, 8}), classes = torch::randint(0, 4, {8}, torch::kLong);
   const at::Tensor square = torch::full({4, 4}, 0.5);
@@ -142,7 +142,7 @@ TEST(PrecisionAudit, RunsWhereAnOpHasNoDerivativeForWhatDependsOnNoParameter) {
   EXPECT_EQ(row_of(audit, "mm", "")->error, 0.);
 }
 
-// Policy::torch(), which the audit compares with, throws where a CPU has no LSTM in bf16.
+// Policy::torch(), with which the audit compares, throws if a CPU has no LSTM in bf16.
 TEST(PrecisionAudit, ChoosesForAnLstmOnEveryCpu) {
   torch::manual_seed(0);
   nn::LSTM model(4, 3);
@@ -176,7 +176,7 @@ TEST(PrecisionAudit, PrintsWhatItsColumnsMeanAndThatNothingHasRun) {
     const std::size_t at = head.find(column);
     ASSERT_NE(at, std::string::npos) << column;
     EXPECT_NE(table.find(column, table.find("total of")), std::string::npos) << column;
-    // A number ends where the name of its column does.
+    // A number ends at the end of its column's name.
     const std::size_t end = at + std::string(column).size();
     EXPECT_NE(row[end - 1], ' ') << column << "\n" << table;
     EXPECT_EQ(row[end], ' ') << column << "\n" << table;
@@ -319,7 +319,7 @@ TEST(PrecisionAudit, SumsItsRowsUp) {
   }
 }
 
-TEST(PrecisionAudit, LowersEverythingWhereNothingMatters) {
+TEST(PrecisionAudit, LowersEverythingIfNothingMatters) {
   Net model = net();
   PrecisionAudit audit(model, {.dtype = at::kBFloat16});
   audit.run(step_of(model), 1);
@@ -343,7 +343,7 @@ TEST(PrecisionAudit, LowersNothingForABudgetOfNothing) {
   }
 }
 
-TEST(PrecisionAudit, LowersWhatSavesMostWhereTheBudgetDoesNotDoForAll) {
+TEST(PrecisionAudit, LowersTheOpsThatSaveMostIfTheBudgetIsTooSmallForAll) {
   const TemporaryFolder folder;
   Net model = net();
   model->eval();
@@ -479,7 +479,7 @@ TEST(PrecisionAudit, PrintsWhatAChoiceEdits) {
               HasSubstr("\nPolicy::torch(), and on top of it\n  fp32: relu  # why\n"));
 }
 
-TEST(PrecisionAudit, SaysWhereAGuardDoesNotPay) {
+TEST(PrecisionAudit, ReportsAGuardThatSavesNoTime) {
   const auto printed = [](const AuditedPolicy& audited) {
     std::ostringstream out;
     out << audited;
@@ -552,7 +552,7 @@ TEST(PrecisionAudit, LeavesNoHookOnAParameterThatAnOpGivesBack) {
   EXPECT_EQ(torch::autograd::impl::get_autograd_meta(weight)->cpp_hooks_list_, nullptr);
 }
 
-TEST(PrecisionAudit, LeavesTheProgramsHooksOnALeafAsTheyAre) {
+TEST(PrecisionAudit, LeavesTheProgramsHooksOnALeafUnchanged) {
   Net model = net();
   int calls = 0;
   const auto count = [&](const at::Tensor& gradient) {
@@ -588,7 +588,7 @@ TEST(PrecisionAudit, LeavesTheProgramsHooksOnALeafAsTheyAre) {
   EXPECT_EQ(calls, 1) << "a later hook is called";
 }
 
-TEST(PrecisionAudit, ACopyHasRowsOfItsOwn) {
+TEST(PrecisionAudit, ACopyHasItsOwnRows) {
   Net model = net();
   PrecisionAudit audit(model, {.dtype = at::kBFloat16});
   audit.run(step_of(model), 1);

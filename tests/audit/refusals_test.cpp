@@ -82,9 +82,10 @@ TEST(PrecisionAudit, NamesTheLineOfAPolicyFileThatCannotBeRead) {
                "line 5: there is no rule 'fp64'");
   EXPECT_ERROR(load("policy torch\nmodule a\nmodule a\n"), "policy' has two lines 'module a'");
   EXPECT_ERROR(load("policy torch\nmodule\n"), "'module' without a name");
-  EXPECT_ERROR(load("# for b\nmodule b\nfp32: mm\n"),
-               "policy': nothing stands before the line 'module b'. The text begins with 'policy "
-               "standard' or 'policy torch', which holds for all ops.");
+  EXPECT_ERROR(
+      load("# for b\nmodule b\nfp32: mm\n"),
+      "policy': there is no policy before the line 'module b'. The text must begin with 'policy "
+      "standard' or 'policy torch', which holds for all ops.");
   EXPECT_ERROR(load("# nothing\n"), "the text is empty");
   EXPECT_ERROR(torchamp::load_policies(folder / "none"), "cannot read");
 }
@@ -220,7 +221,7 @@ TEST(PrecisionAudit, SaysThatGradientsAreOffOrThatThereIsNothingToCast) {
                "fp64 are never cast: audit the model in fp32.)");
 }
 
-TEST(PrecisionAudit, KeepsToFiniteGradientsWherePolicyTorchsOverflow) {
+TEST(PrecisionAudit, KeepsToFiniteGradientsIfPolicyTorchsOverflow) {
   Net model = net([](const at::Tensor& y) { return y * 1e6; });  // more than fp16 holds
   PrecisionAudit audit(model, {.dtype = at::kHalf});
   const at::Tensor x = torch::randn({16, 8});
@@ -333,7 +334,7 @@ TEST(PrecisionAudit, PutsBackWhateverAStepDoesToTheModel) {
   }
 }
 
-TEST(PrecisionAudit, PutsBackPoliciesWhereTheStepThrowsLater) {
+TEST(PrecisionAudit, PutsBackPoliciesIfTheStepThrowsLater) {
   Net model = net();
   ModulePolicies{{"last", Policy::standard()}}.apply_to(*model);
   int left = 100;
@@ -411,7 +412,7 @@ TEST(PolicyFile, KeepsAReasonOfSeveralLinesInItsComment) {
   EXPECT_EQ(loaded.policy.lookup("mm", at::kCPU), Policy::torch().lookup("mm", at::kCPU));
 }
 
-TEST(PolicyFile, OfAnotherModelLeavesAllModulesAsTheyAre) {
+TEST(PolicyFile, OfAnotherModelLeavesAllModulesUnchanged) {
   const TemporaryFolder folder;
   Net model = net();
   std::ofstream(folder / "policy") << "policy torch\nmodule last\nfp32: addmm\nmodule head\n";

@@ -97,7 +97,7 @@ TEST(AutocastGuard, NestedRegionsInheritDtypeCacheFlagAndPolicy) {
   EXPECT_EQ(ones(at::kCPU, at::kHalf).relu().scalar_type(), at::kFloat);
 }
 
-TEST(AutocastGuard, ANestedRegionMayHaveAPolicyOfItsOwn) {
+TEST(AutocastGuard, ANestedRegionMayHaveItsOwnPolicy) {
   const AutocastGuard outer(at::kCPU);
   EXPECT_EQ(add_dtype(at::kBFloat16), at::kFloat);
   {

@@ -143,7 +143,7 @@ using backward_in_region::AutocastAdds;
 using backward_in_region::in_a_scope;
 using backward_in_region::PlainAdds;
 
-TEST_P(BackwardInRegion, FollowsThePolicyWhereAFunctionOfTheProgramsMakesAGuard) {
+TEST_P(BackwardInRegion, FollowsThePolicyIfAFunctionOfTheProgramsMakesAGuard) {
   const torch::Tensor x = leaf({2, 2});
   const auto sum = [&](bool in_region, auto run_in_backward) {
     in_a_scope = run_in_backward;

@@ -132,7 +132,7 @@ TEST(CustomOp, GradientsFlowThroughTheCasts) {
   EXPECT_TRUE(at::equal(w.grad(), by_hand.grad()));
 }
 
-TEST(CustomOp, LookupTellsItsRule) {
+TEST(CustomOp, LookupReturnsItsRule) {
   const Policy policy = Policy::standard().promote({"torchamp_test::affine"});
   EXPECT_EQ(policy.lookup("torchamp_test::affine", at::kCUDA), Cast::promote);
   EXPECT_EQ(policy.lookup("torchamp_test::first_defined", at::kCUDA), Cast::unchanged);
@@ -233,7 +233,7 @@ TEST(CustomOp, OneWhoseLibraryWasUnloadedIsUnknownAgain) {
 
 void leave_argument_as_result(const c10::OperatorHandle&, torch::jit::Stack*) {}
 
-TEST(CustomOp, OneThatComesBackWithOtherArgumentsIsAnErrorWhereItIsCast) {
+TEST(CustomOp, AnOpRegisteredAgainWithOtherArgumentsIsAnErrorIfItIsCast) {
   auto library = library_that_goes(torch::Library::DEF);
   library->def("changes(Tensor x, Tensor y) -> Tensor",
                [](const at::Tensor& x, const at::Tensor& y) { return x * y; });
@@ -254,7 +254,7 @@ TEST(CustomOp, OneThatComesBackWithOtherArgumentsIsAnErrorWhereItIsCast) {
   EXPECT_ERROR(changes(), "'torchamp_goes::changes' was registered again with other arguments");
 }
 
-TEST(CustomOp, OneThatComesBackAsItWasIsCastAgain) {
+TEST(CustomOp, OneThatIsRegisteredAgainUnchangedIsCastAgain) {
   const auto product = [](const at::Tensor& x, const at::Tensor& y) { return x * y; };
   constexpr const char* schema = "returns(Tensor x, Tensor y) -> Tensor";
   auto library = library_that_goes(torch::Library::DEF);

@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Where the policy is in force: exactly where LibTorch's own autocast state is.
+// The threads on which the policy is active: exactly the threads with LibTorch's own autocast
+// state.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>

@@ -115,7 +115,7 @@ TEST(TorchScript, FollowsThePolicyWhicheverStateItFirstRanIn) {
 }
 
 // What torch.jit.trace makes of a conv2d. LibTorch's autocast has no kernel for it on a CPU.
-TEST(TorchScript, CastsATracedConvolutionUnderTheStandardPolicyAndWhereAnEditSaysSo) {
+TEST(TorchScript, CastsATracedConvolutionUnderTheStandardPolicyAndUnderAnEdit) {
   torch::jit::Module module("Module");
   module.define(R"(
 def forward(self, x, w):
@@ -187,7 +187,7 @@ TEST(TorchScript, TheJitOptimizesAgainAfterTheGuardAndOnOtherThreads) {
   EXPECT_TRUE(is_optimized());
 }
 
-TEST(TorchScript, AGuardThrowsTheJitsSwitchOnlyWhereAScriptRuns) {
+TEST(TorchScript, AGuardSetsTheJitsSwitchOnlyIfAScriptRuns) {
   const AutocastGuard guard(at::kCPU);
   EXPECT_TRUE(torch::jit::getGraphExecutorOptimize()) << "see Note [Derivatives of scripts]";
   EXPECT_FALSE(is_optimized());
@@ -221,7 +221,7 @@ void expect_guards_leave_the_switch(bool optimize) {
   }
 }
 
-TEST(TorchScript, GuardsHoldUnderAPolicyThatTheThreadTookOverAndLeaveTheSwitchAsItWas) {
+TEST(TorchScript, GuardsHoldUnderAPolicyThatTheThreadTookOverAndLeaveTheSwitchUnchanged) {
   const AutocastGuard guard(at::kCPU);
   const at::ThreadLocalState state;
   for (const bool optimize : {false, true}) {
@@ -232,7 +232,7 @@ TEST(TorchScript, GuardsHoldUnderAPolicyThatTheThreadTookOverAndLeaveTheSwitchAs
   }
 }
 
-TEST(TorchScript, FollowsThePolicyBesideALoggerOfTheProgram) {
+TEST(TorchScript, FollowsThePolicyWithALoggerOfTheProgram) {
   namespace logging = torch::jit::logging;
   torch::jit::Module module = compiled();
   logging::LockingLogger of_the_program;
@@ -261,8 +261,7 @@ TEST(TorchScript, OutsideGuardsTheJitsOwnCastsStay) {
     at::autocast::set_autocast_enabled(at::kCPU, false);
     return dtypes;
   };
-  // The JIT's lists put y + y and exp(y) in fp32, where the dispatcher's CPU list leaves them in
-  // bf16.
+  // The JIT's lists put y + y and exp(y) in fp32; the dispatcher's CPU list leaves them in bf16.
   std::vector<at::ScalarType> expected;
   for (int run = 0; run < runs; ++run) {
     for (const auto dtype : {at::kBFloat16, at::kFloat, at::kBFloat16, at::kBFloat16, at::kFloat}) {

@@ -169,7 +169,7 @@ TEST(GradScalerFile, RefusesWhatElsePythonWrites) {
   EXPECT_EQ(seen, errors.size());
 }
 
-TEST(GradScalerFile, NamesTheEntriesWhereAKeyIsMissing) {
+TEST(GradScalerFile, NamesTheEntriesIfAKeyIsMissing) {
   for (const Recorded& one : recorded().files) {
     if (one.keys != "amp/scaler") continue;
     std::istringstream in(one.bytes);
@@ -241,7 +241,7 @@ TEST(GradScalerFile, GoesToAFileAndBack) {
                "torchamp::save_python_state: there is no folder '" + path + "'. Create it first.");
 }
 
-TEST(GradScalerFile, SaysSoWhereWritingFails) {
+TEST(GradScalerFile, SaysSoIfWritingFails) {
   struct Full : std::streambuf {
     std::streamsize xsputn(const char*, std::streamsize size) override {
       return (left -= size) < 0 ? 0 : size;
@@ -266,7 +266,7 @@ TEST(GradScalerFile, SaysThatTheStreamHasNoFile) {
                "torchamp::load_python_state: the stream has failed; its file may not be there.");
 }
 
-TEST(GradScalerFile, SaysSoWhereTheStreamsFailuresAreExceptions) {
+TEST(GradScalerFile, SaysSoIfTheStreamsFailuresAreExceptions) {
   struct Throwing : std::streambuf {
     std::streamsize xsputn(const char*, std::streamsize) override {
       throw std::runtime_error("the disk is gone");
@@ -298,7 +298,7 @@ TEST(GradScalerFile, NamesTheFileThatIsDamaged) {
                "torchamp::load_python_state: '" + path + "': it is damaged: it is no zip file");
 }
 
-TEST(GradScalerFile, LeavesTheOldFileAndNothingElseWhereWritingFails) {
+TEST(GradScalerFile, LeavesTheOldFileAndNothingElseIfWritingFails) {
 #ifdef __linux__
   const TemporaryFolder folder;
   const std::string path = (folder / "scaler.pt").string();
@@ -407,7 +407,7 @@ void expect_damage_to_be_seen(const std::string& whole, const std::string& keys)
 
 }  // namespace
 
-TEST(GradScalerFile, SeesAnyDamageButToPadding) {
+TEST(GradScalerFile, DetectsAnyDamageButToPadding) {
   for (const Recorded& one : recorded().files) {
     if (one.state.empty()) continue;
     SCOPED_TRACE(one.name);
@@ -418,7 +418,7 @@ TEST(GradScalerFile, SeesAnyDamageButToPadding) {
   expect_damage_to_be_seen(out.str(), "-");
 }
 
-TEST(GradScalerFile, SeesAFlipOfAnyBitButOfPadding) {
+TEST(GradScalerFile, DetectsAFlipOfAnyBitButOfPadding) {
   std::ostringstream out;
   save_python_state(kState, out);
   const std::string whole = out.str();

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Files of a TrainingCheckpoint: those of earlier versions, and damaged ones.
+// Files of a TrainingCheckpoint: files of earlier versions, and damaged files.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
@@ -127,7 +127,7 @@ void expect_damage_to_be_seen(const std::string& whole, const std::vector<bool>&
   EXPECT_TRUE(contents.checkpoint.load());
 }
 
-TEST(TrainingCheckpointFiles, SeesAnyDamage) {
+TEST(TrainingCheckpointFiles, DetectsAnyDamage) {
   const TemporaryFolder folder;
   Contents contents(folder / "run.pt");
   contents.fill();
@@ -136,12 +136,12 @@ TEST(TrainingCheckpointFiles, SeesAnyDamage) {
   expect_damage_to_be_seen(whole, std::vector<bool>(whole.size()));
 }
 
-TEST(TrainingCheckpointFiles, SeesAnyDamageOfAFileOfVersion01ButToItsPadding) {
+TEST(TrainingCheckpointFiles, DetectsAnyDamageOfAFileOfVersion01ButToItsPadding) {
   const std::string whole = content_of("checkpoint/checkpoint-0.1.pt");
   expect_damage_to_be_seen(whole, padding_of(whole));
 }
 
-TEST(TrainingCheckpointFiles, SeesAFlipOfAnyBitNearBothEnds) {
+TEST(TrainingCheckpointFiles, DetectsAFlipOfAnyBitNearBothEnds) {
   const TemporaryFolder folder;
   const fs::path path = folder / "run.pt";
   Tensor tensor = at::arange(4);
@@ -161,7 +161,7 @@ TEST(TrainingCheckpointFiles, SeesAFlipOfAnyBitNearBothEnds) {
   }
 }
 
-TEST(TrainingCheckpointFiles, SeesThatTheChecksumIsGone) {
+TEST(TrainingCheckpointFiles, DetectsThatTheChecksumIsGone) {
   const TemporaryFolder folder;
   const fs::path path = folder / "run.pt";
   int step = 0;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Modules in a TrainingCheckpoint: what is filled where it lies, and which do not fit.
+// Modules in a TrainingCheckpoint: tensors that are filled in place, and modules that do not fit.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/csrc/autograd/variable.h>
@@ -23,7 +23,7 @@ namespace {
 using at::Tensor;
 using torchamp::TrainingCheckpoint;
 
-TEST(TrainingCheckpointValues, FillsAModelsWeightsWhereTheyLie) {
+TEST(TrainingCheckpointValues, FillsAModelsWeightsInPlace) {
   const TemporaryFolder folder;
   torch::nn::BatchNorm1d net(3);
   TrainingCheckpoint checkpoint(folder / "run.pt");
@@ -39,7 +39,7 @@ TEST(TrainingCheckpointValues, FillsAModelsWeightsWhereTheyLie) {
   EXPECT_TRUE(mean.is_alias_of(net->running_mean));
 }
 
-TEST(TrainingCheckpointValues, LeavesHooksWhereGradientsAreAccumulated) {
+TEST(TrainingCheckpointValues, KeepsHooksOnTheNodesThatAccumulateGradients) {
   const TemporaryFolder folder;
   torch::nn::Linear net(3, 1);
   TrainingCheckpoint checkpoint(folder / "run.pt");
@@ -95,7 +95,7 @@ TEST(TrainingCheckpointValues, RefusesAModelOfWhichTheFileHasFewerLayers) {
   EXPECT_TRUE(at::equal(model->parameters()[0], weight));
 }
 
-/// Saves what its state needs, by a save() of its own.
+/// Saves its state by its own save().
 struct OwnSave final : torch::nn::Module {
   Tensor weight = register_parameter("weight", at::ones({2}));
   int64_t count = 0;
@@ -159,7 +159,7 @@ TEST(TrainingCheckpointValues, BringsBackWhatFollowsABufferOfWhichManyElementsAr
   EXPECT_TRUE(at::equal(module.statistics, at::zeros({2})));
 }
 
-TEST(TrainingCheckpointValues, LeavesMastersOfSuchAModelAsTheyWere) {
+TEST(TrainingCheckpointValues, LeavesMastersOfSuchAModelUnchanged) {
   const TemporaryFolder folder;
   const auto model = std::make_shared<Unloadable>();
   const Tensor weight = model->register_parameter("weight", at::ones({2}));

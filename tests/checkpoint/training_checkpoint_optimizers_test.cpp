@@ -125,8 +125,8 @@ TEST(TrainingCheckpointValues, NamesTheOptimizerThatIsOfAnotherKind) {
   EXPECT_ERROR((void)checkpoint.load(),
                does_not_fit +
                    "it holds the state of an Adam or AdamW, and the program's optimizer "
-                   "is an SGD. Make the optimizer of the run that saved it, or do not "
-                   "add this one: it then starts without state.");
+                   "is an SGD. Create the optimizer of the run that saved it, or do not "
+                   "add this optimizer: it then starts without state.");
   EXPECT_EQ(sgd.state().size(), 1U);
   TrainingCheckpoint(folder / "run.pt").add("optimizer", sgd).save();
   torchamp::FusedAdamW fused({w}, torch::optim::AdamWOptions(0.25));
@@ -150,7 +150,7 @@ TEST(TrainingCheckpointValues, RefusesAnOptimizerOfWhichTheFileHasMoreParameters
   EXPECT_ERROR((void)checkpoint.load(),
                "TrainingCheckpoint::load: 'optimizer' in '" + (folder / "run.pt").string() +
                    "' does not fit: it has parameter groups of [2] parameters, and the program's "
-                   "optimizer [1]. Make model and optimizer those of the run that saved it, or do "
+                   "optimizer [1]. Create model and optimizer as in the run that saved it, or do "
                    "not add this optimizer: it then starts without state.");
 }
 

@@ -100,7 +100,7 @@ TEST(TrainingCheckpointRecovery, EndsTheIterationOfEachOptimizer) {
   }
 }
 
-TEST(TrainingCheckpointRecovery, KeepsAnIterationWhereLoadingFails) {
+TEST(TrainingCheckpointRecovery, KeepsAnIterationIfLoadingFails) {
   Recovery run;
   double missing = 0.;
   run.checkpoint.add("missing", missing);

@@ -55,7 +55,7 @@ struct RarerAndRarer : torch::optim::LRScheduler {
   std::int64_t next = 1;
 };
 
-/// A run whose two groups have learning rates of their own.
+/// A run whose two groups have different learning rates.
 struct ScheduledRun {
   ScheduledRun(const fs::path& file, const std::string& kind) : checkpoint(file) {
     auto& groups = optimizer.param_groups();
@@ -184,7 +184,7 @@ TEST(TrainingCheckpoint, RefusesASchedulerWithoutItsOptimizer) {
   EXPECT_NO_THROW(of_own.save());
 }
 
-TEST(TrainingCheckpoint, LeavesTheSchedulerAsItWasWhereTheFileDoesNotFit) {
+TEST(TrainingCheckpoint, LeavesTheSchedulerUnchangedIfTheFileDoesNotFit) {
   const TemporaryFolder folder;
   ScheduledRun run(folder / "run.pt", "LibTorch's");
   run.train(4);

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Checkpoints of a TrainingStep and of what lies beside it: weight averages, the position in an
-// epoch, TorchScript modules.
+// Checkpoints of a TrainingStep and of further objects: weight averages, the position in an epoch,
+// TorchScript modules.
 #include <gtest/gtest.h>
 #include <torch/script.h>
 #include <torch/torch.h>

@@ -141,7 +141,7 @@ TEST(TrainingCheckpoint, HoldsNumbersStringsAndTensors) {
   EXPECT_ERROR(checkpoint.add_local("flag", whole), "there is a 'flag' already");
 }
 
-TEST(TrainingCheckpoint, LeavesEverythingAsItWasWhereTheFileDoesNotFit) {
+TEST(TrainingCheckpoint, LeavesEverythingUnchangedIfTheFileDoesNotFit) {
   const TemporaryFolder folder;
   const auto save = [&](std::int64_t width, at::ScalarType dtype) {
     torch::nn::Linear net(4, width);

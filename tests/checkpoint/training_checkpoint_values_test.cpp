@@ -46,7 +46,7 @@ TEST(TrainingCheckpointValues, KeepsATensorInItsOptimizersHands) {
   EXPECT_TRUE(at::equal(w.detach(), at::full({2}, 3.5)));
 }
 
-TEST(TrainingCheckpointValues, KeepsHandlesAndValuesWhereALaterObjectDoesNotFit) {
+TEST(TrainingCheckpointValues, KeepsHandlesAndValuesIfALaterObjectDoesNotFit) {
   const TemporaryFolder folder;
   Tensor w = at::ones({2}), once_none, once_some = at::ones({3});
   std::int64_t step = 1;
@@ -94,7 +94,7 @@ TEST(TrainingCheckpointValues, KeepsWhatUndefinedMeansOnEitherSide) {
   EXPECT_FALSE(none.defined());
 }
 
-TEST(TrainingCheckpointValues, FillsAViewWhereItLies) {
+TEST(TrainingCheckpointValues, FillsAViewInPlace) {
   const TemporaryFolder folder;
   Tensor base = at::arange(12.).view({3, 4});
   Tensor column = base.select(1, 1);
@@ -155,7 +155,7 @@ TEST(TrainingCheckpointValues, KeepsEveryNumberOfEveryType) {
             -std::numeric_limits<float>::infinity());
 }
 
-TEST(TrainingCheckpointValues, LoadsASmallNumberWhereTheThreadFlushesDenormals) {
+TEST(TrainingCheckpointValues, LoadsASmallNumberIfTheThreadFlushesDenormals) {
   const TemporaryFolder folder;
   float small = 1e-40F;
   TrainingCheckpoint checkpoint(folder / "run.pt");
@@ -275,7 +275,7 @@ TEST(TrainingCheckpointValues, RefusesToSaveWithoutLocalPartsAndLeavesTheOldFile
   EXPECT_EQ(step, 3);
 }
 
-TEST(TrainingCheckpointValues, BringsTheOthersBackWhereOneThrowsWhatIsNoException) {
+TEST(TrainingCheckpointValues, RestoresTheOthersIfOneThrowsATypeThatIsNoException) {
   struct Thrower {
     void save(torch::serialize::OutputArchive&) const {}
     void load(torch::serialize::InputArchive&) {

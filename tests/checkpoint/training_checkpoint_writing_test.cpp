@@ -29,7 +29,7 @@ namespace fs = std::filesystem;
 using at::Tensor;
 using torchamp::TrainingCheckpoint;
 
-TEST(TrainingCheckpoint, SeesAFileThatIsCutShortOrChanged) {
+TEST(TrainingCheckpoint, DetectsAFileThatIsCutShortOrChanged) {
   const TemporaryFolder folder;
   const fs::path path = folder / "run.pt";
   Tensor tensor = at::zeros({1000});

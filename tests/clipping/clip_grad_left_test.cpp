@@ -34,7 +34,7 @@ struct Clipped {
                  "the gradients are not those that clip_grad_norm_ has clipped and left to the "
                  "next step");
     for (const Tensor& p : params) expect_close(p, torch::zeros_like(p));
-    EXPECT_ERROR(optimizer.step(), "Clip after the last such change");  // until told otherwise
+    EXPECT_ERROR(optimizer.step(), "Clip after the last such change");  // until it is corrected
     optimizer.take_next_step_divisor();
     EXPECT_FALSE(optimizer.next_step_divisor().defined());
     optimizer.step();
@@ -44,7 +44,7 @@ struct Clipped {
   }
 };
 
-TEST(ClipLeftToAStep, IsRefusedForGradientsThatWereChangedAfterIt) {
+TEST(DeferredClips, IsRefusedForGradientsThatWereChangedAfterIt) {
   const std::vector<std::function<void(Clipped&)>> changes{
       [](Clipped& c) { c.params[0].mutable_grad() = c.params[0].grad().clone(); },
       [](Clipped& c) { c.params[1].mutable_grad() = c.params[1].grad().clone(); },
@@ -69,7 +69,7 @@ TEST(ClipLeftToAStep, IsRefusedForGradientsThatWereChangedAfterIt) {
   }
 }
 
-TEST(ClipLeftToAStep, DividesByTheNormWithPyTorchsEpsilonOverTheLimit) {
+TEST(DeferredClips, DividesByTheNormWithPyTorchsEpsilonOverTheLimit) {
   for (const double max_norm : {1e-6, 3e-6, 0.1, 7.}) {
     SCOPED_TRACE(max_norm);
     const Tensor parameter = with_gradient(torch::full({1}, 2. * max_norm));
@@ -79,7 +79,7 @@ TEST(ClipLeftToAStep, DividesByTheNormWithPyTorchsEpsilonOverTheLimit) {
   }
 }
 
-TEST(ClipLeftToAStep, ToALimitWhoseReciprocalFp32CannotHoldLeavesNothingToStepWith) {
+TEST(DeferredClips, ToALimitWhoseReciprocalFp32CannotHoldLeavesNothingToStepWith) {
   for (const double max_norm : {0., 1e-40}) {
     for (const double gradient : {0., 2.}) {
       SCOPED_TRACE(testing::Message() << max_norm << ", gradient " << gradient);
@@ -92,7 +92,7 @@ TEST(ClipLeftToAStep, ToALimitWhoseReciprocalFp32CannotHoldLeavesNothingToStepWi
   }
 }
 
-TEST(ClipLeftToAStep, IsRefusedForASecondClipOrUnscalingOfChangedGradients) {
+TEST(DeferredClips, IsRefusedForASecondClipOrUnscalingOfChangedGradients) {
   Clipped clipped;
   clipped.params[1].grad().add_(1.);
   EXPECT_ERROR(torchamp::clip_grad_norm_(clipped.optimizer, 1.), "are not those that");
@@ -104,7 +104,7 @@ TEST(ClipLeftToAStep, IsRefusedForASecondClipOrUnscalingOfChangedGradients) {
   expect_close(clipped.params[0].grad(), torch::full({4}, 3.));
 }
 
-TEST(ClipLeftToAStep, IsForgottenWithTheGradientsThatItWasFor) {
+TEST(DeferredClips, IsDroppedWithItsGradients) {
   const std::vector<std::function<void(Clipped&)>> drops{
       [](Clipped& c) { c.optimizer.zero_grad(); },
       [](Clipped& c) { c.optimizer.zero_grad(/*set_to_none=*/false); },
@@ -128,7 +128,7 @@ TEST(ClipLeftToAStep, IsForgottenWithTheGradientsThatItWasFor) {
   }
 }
 
-TEST(ClipLeftToAStep, IsForgottenByAStepWithoutGradients) {
+TEST(DeferredClips, IsDroppedByAStepWithoutGradients) {
   Clipped clipped;
   for (Tensor& p : clipped.params) p.mutable_grad().reset();
   clipped.optimizer.step();
@@ -137,7 +137,7 @@ TEST(ClipLeftToAStep, IsForgottenByAStepWithoutGradients) {
   expect_close(clipped.params[0], torch::full({4}, -1.));
 }
 
-TEST(ClipLeftToAStep, StaysWithGradientsThatTheScalerChecksOrUnscales) {
+TEST(DeferredClips, StaysWithGradientsThatTheScalerChecksOrUnscales) {
   for (const bool recheck : {false, true}) {
     for (const bool unscales : {false, true}) {
       Clipped clipped;
@@ -153,7 +153,7 @@ TEST(ClipLeftToAStep, StaysWithGradientsThatTheScalerChecksOrUnscales) {
   }
 }
 
-TEST(ClipLeftToAStepSimulated, StaysWithGradientsThatAreUnscaledOnceThereIsMemory) {
+TEST(DeferredClipsSimulated, StaysWithGradientsThatAreUnscaledOnceThereIsMemory) {
   SKIP_WITHOUT(at::kPrivateUse1);
   const Tensor parameter = torch::ones({4}, simulated::on(simulated::sim0)).requires_grad_();
   torchamp::FusedSGD optimizer({parameter}, SGDOptions(0.5));
@@ -176,7 +176,7 @@ TEST(ClipLeftToAStepSimulated, StaysWithGradientsThatAreUnscaledOnceThereIsMemor
   expect_close(parameter.detach(), torch::full({4}, 0.75, parameter.options()));
 }
 
-TEST(ClipLeftToAStepSimulated, OfZeroStaysZeroInASecondClip) {
+TEST(DeferredClipsSimulated, OfZeroStaysZeroInASecondClip) {
   SKIP_WITHOUT(at::kPrivateUse1);
   const auto options = simulated::on(simulated::sim0, at::kFloat);
   for (const bool is_second : {false, true}) {

@@ -150,7 +150,7 @@ TEST_P(ClipGrad, ToANormOfZeroIsAStepWithZeros) {
   expect_close(parameter.detach(), torch::ones({3}, options()));
 }
 
-TEST_P(ClipGrad, ToAnyNormLeavesGradientsAsTheyAre) {
+TEST_P(ClipGrad, ToAnyNormLeavesGradientsUnchanged) {
   for (const double max_norm : {0x1p127, 1e39, 1e300, inf}) {
     SCOPED_TRACE(max_norm);
     const Tensor parameter = torch::ones({3}, options()).requires_grad_();
@@ -249,7 +249,7 @@ TEST_P(ClipGrad, ClipsFp64GradientsOnTopOfADivisor) {
   expect_close(params[0], torch::full({4}, -1. / (2. + 1e-6), options(at::kDouble)));
 }
 
-TEST(ClipGradPasses, AreOneUnlessTheNormIsWhereFp32Ends) {
+TEST(ClipGradPasses, AreOneUnlessTheNormIsAtAnEndOfFp32) {
   struct Passes {
     int norms, copies;
   };

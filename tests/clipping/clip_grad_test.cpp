@@ -185,7 +185,7 @@ TEST_P(ClipGrad, TakesSmallAndLargeGradientsTogether) {
   }
 }
 
-TEST_P(ClipGrad, CountsGradientsThatAreNotZeroWhereTheNormIsTheZeroth) {
+TEST_P(ClipGrad, CountsGradientsThatAreNotZeroForTheZeroNorm) {
   const Params params = with_gradients({torch::ones({3}, options()), torch::zeros({2}, options())});
   const Tensor norms =
       torch::tensor({3., 0.}, options());  // and, as PyTorch does, the norm of these

@@ -47,7 +47,7 @@ TEST(MissingGradients, GivesTheReasonForEachParameter) {
   EXPECT_THAT(text.str(), ::testing::HasSubstr("group 1, parameter 3: the parameter is undefined"));
 }
 
-TEST(MissingGradients, IsEmptyWhereEveryParameterHasOne) {
+TEST(MissingGradients, IsEmptyIfEveryParameterHasOne) {
   const auto optimizer = sgd({parameter_with(torch::ones({1})), parameter_with(torch::ones({2}))});
   EXPECT_TRUE(torchamp::missing_gradients(optimizer).empty());
 }

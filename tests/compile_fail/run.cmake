@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Compiles FILE, which must fail, and with the message that its line "// error: REGEX" names.
+# Compiles FILE. This must fail with the message that the line "// error: REGEX" of FILE names.
 #
 #   cmake -DFILE=PATH -DCOMPILE=COMMAND… -P run.cmake
 

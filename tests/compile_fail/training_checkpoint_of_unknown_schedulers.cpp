@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// error: cannot know what a scheduler of your own keeps.*ReduceLROnPlateauScheduler, which hides
+// error: cannot save your own scheduler.*ReduceLROnPlateauScheduler, whose state is private
 #include <torchamp/training_checkpoint.h>
 
 struct Constant : torch::optim::LRScheduler {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# find_package(torchamp COMPONENTS …) makes the targets of those components, and an error for others.
+# find_package(torchamp COMPONENTS …) defines the targets of these components. Other components are an error.
 
 # Configures a project with these components; `result` is the error, or else the targets.
 function(configure result)

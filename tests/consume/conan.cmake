@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# The Conan package, made and consumed by its own test package in a cache of its own.
+# Creates the Conan package in a separate cache. Its test package consumes it.
 
 find(conan conan "pip install conan")
 set(ENV{CONAN_HOME} ${WORK}/home)

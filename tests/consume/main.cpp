@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What every kind of user builds; see CMakeLists.txt beside it.
+// The program that every kind of user builds; see CMakeLists.txt in this folder.
 #include <ATen/ops/mm.h>
 #include <ATen/ops/ones.h>
 #include <torchamp/torchamp.h>

@@ -21,7 +21,7 @@ endmacro()
 
 file(REMOVE_RECURSE ${WORK})
 
-# The ways that do not end with a project's find_package(torchamp) for all of its parts.
+# The ways without a find_package(torchamp) for all components in a project.
 if(NOT HOW MATCHES "build_tree|archive|dependent|vcpkg|add_subdirectory|FetchContent")
   include(${CMAKE_CURRENT_LIST_DIR}/${HOW}.cmake)
   return()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# The training loop of guards.md with the single header alone, in a program whose other source file includes it, too.
+# The training loop of guards.md with only the single header, in a program with two source files that include it.
 
 include(${SOURCE}/cmake/TorchampMarkdown.cmake)
 run(${CMAKE_COMMAND} -DSOURCE=${SOURCE} -DOUTPUT=${WORK}/include/torchamp.h -P ${SOURCE}/cmake/TorchampSingleHeader.cmake)

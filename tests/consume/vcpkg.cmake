@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Runs the steps of the vcpkg port: CMake's are real, vcpkg's functions are stand-ins for them. The package is then in
-# ${WORK}/prefix.
+# Runs the steps of the vcpkg port, with CMake's functions and with replacements for vcpkg's functions. The package is
+# then in ${WORK}/prefix.
 
 set(PORT torchamp)
 set(CURRENT_PORT_DIR ${SOURCE}/cmake/packages/vcpkg/torchamp)
@@ -14,7 +14,7 @@ endfunction()
 function(vcpkg_cmake_install)
   run(${CMAKE_COMMAND} --build ${WORK}/vcpkg --target install)
 endfunction()
-function(vcpkg_cmake_config_fixup)  # has nothing to move, for the files are where it looks for them
+function(vcpkg_cmake_config_fixup)  # moves nothing, because the files are already in the expected folder
   file(GLOB config ${CURRENT_PACKAGES_DIR}/share/${PORT}/${PORT}-config.cmake)
   if(NOT config OR EXISTS ${CURRENT_PACKAGES_DIR}/share/cmake)
     message(FATAL_ERROR "the port's CMake files are not in share/${PORT}")

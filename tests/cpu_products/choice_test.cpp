@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // When a CPU computes products of 16-bit operands in fp32, and who notices.
+#include <ATen/Parallel.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
@@ -12,6 +13,7 @@
 #include <cstdlib>
 #include <limits>
 #include <string>
+#include <thread>
 
 #include "support/expect_error.h"
 #include "support/warnings.h"
@@ -35,7 +37,7 @@ int kernels_of(const char* name) {
   return count;
 }
 
-/// In a process of its own, which ends with 0 and prints "passed".
+/// In a separate process, which ends with 0 and prints "passed".
 #define EXPECT_IN_NEW_PROCESS(test)                               \
   do {                                                            \
     ::testing::FLAGS_gtest_death_test_style = "threadsafe";       \
@@ -125,6 +127,42 @@ TEST(CpuProducts, LeaveAnotherLibrarysKernelInItsPlace) {
   });
 }
 
+TEST(CpuProducts, StayLibTorchsOnACpuThatIsFastInThem) {
+  EXPECT_IN_NEW_PROCESS([] {
+    set_environment("");
+    guard_in(at::kBFloat16);
+    if (torchamp::cpu_products(at::kBFloat16) == CpuProducts::fp32) return;  // a slow CPU
+    for (const char* const op : {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}) {
+      EXPECT_EQ(kernels_of(op), 0) << op;
+    }
+  });
+}
+
+/// How many threads an op uses while products are measured.
+struct ThreadsOfAMeasurement {
+  int here = 0, in_another_thread = 0;
+} threads_of_a_measurement;
+
+at::Tensor observing_mm(const at::Tensor& left, const at::Tensor& right) {
+  threads_of_a_measurement.here = at::get_num_threads();
+  std::thread([] { threads_of_a_measurement.in_another_thread = at::get_num_threads(); }).join();
+  return at::zeros({left.size(0), right.size(1)}, left.options());
+}
+
+TEST(CpuProducts, AreMeasuredOnOneThreadWithoutALimitForOthers) {
+  EXPECT_IN_NEW_PROCESS([] {
+    set_environment("");
+    at::set_num_threads(3);
+    const CollectedWarnings of_the_replacement;
+    torch::Library library(torch::Library::IMPL, "aten", c10::DispatchKey::CPU, __FILE__, __LINE__);
+    library.impl("mm", observing_mm);
+    (void)torchamp::cpu_products(at::kHalf);
+    EXPECT_EQ(threads_of_a_measurement.here, 1);
+    EXPECT_EQ(threads_of_a_measurement.in_another_thread, 3);
+    EXPECT_EQ(at::get_num_threads(), 3);
+  });
+}
+
 TEST(CpuProducts, FollowTheLastCallFromTheNextGuardOn) {
   // LibTorch's addbmm rounds after each matrix: 256 + 1 is 256 in bf16.
   const auto sum = [] {
@@ -166,6 +204,8 @@ double seconds(CpuProducts products, at::ScalarType dtype, bool of_convolutions)
 }
 
 TEST(CpuProducts, AreTheFasterOnesByDefault) {
+  const int threads = at::get_num_threads();
+  at::set_num_threads(1);  // several wait for each other while other programs run
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
     for (const bool of_convolutions : {false, true}) {
       const double chosen = seconds(CpuProducts::fastest, dtype, of_convolutions);
@@ -175,6 +215,7 @@ TEST(CpuProducts, AreTheFasterOnesByDefault) {
     }
   }
   torchamp::set_cpu_products(CpuProducts::fastest);
+  at::set_num_threads(threads);
 }
 
 }  // namespace

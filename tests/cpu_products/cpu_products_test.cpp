@@ -19,6 +19,7 @@
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
 #include "torchamp/master_weights.h"
+#include "torchamp/recompute.h"
 
 namespace {
 
@@ -177,7 +178,7 @@ Tensors leaves(const Tensors& of, at::ScalarType dtype) {
   return made;
 }
 
-/// The result, the gradients for a gradient of the result, and those of the gradients' sum.
+/// The result, the gradients for a gradient of the result, and the gradients of the gradients' sum.
 struct Derived {
   Tensor result;
   Tensors gradients, second;
@@ -392,6 +393,32 @@ TEST_P(Values, OfRecurrentLayersAgreeWithFp32ForwardAndBackward) {
   EXPECT_EQ(run(lstm, GetParam())[0].scalar_type(), GetParam());
   expect_near(run(lstm, GetParam()), run(lstm, {}));
   expect_near(run(gru, GetParam()), run(gru, {}));
+}
+
+TEST_P(Values, OfRecomputedLayersGiveTheGradientsOfStoredOnes) {
+  const Products in_fp32(CpuProducts::fp32);
+  using namespace torch::nn;
+  Sequential net(Linear(6, 8), ReLU(), Linear(8, 8), Tanh(), Unflatten(UnflattenOptions(1, {2, 4})),
+                 Conv1d(Conv1dOptions(2, 3, 3)));
+  const Tensor input = at::randn({5, 6});
+  const auto gradients = [&](bool is_recomputed) {
+    net->zero_grad();
+    const Tensor x = input.clone().requires_grad_();
+    Tensor output;
+    {
+      const AutocastGuard guard(at::kCPU, GetParam());
+      output = is_recomputed ? torchamp::checkpoint_sequential(net, x) : net->forward(x);
+    }
+    output.to(at::kFloat).square().sum().backward();
+    Tensors all{output.detach(), x.grad()};
+    for (const Tensor& parameter : net->parameters()) all.push_back(parameter.grad().clone());
+    return all;
+  };
+  const Tensors stored = gradients(false), recomputed = gradients(true);
+  EXPECT_EQ(recomputed[0].scalar_type(), GetParam());
+  for (std::size_t i = 0; i < stored.size(); ++i) {
+    EXPECT_TRUE(at::equal(recomputed[i], stored[i])) << i;
+  }
 }
 
 TEST_P(Values, OfAModelIn16BitsNeedNoGuard) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Iterations that are captured if they can be, and go on eagerly if not.
+// Iterations that are captured if they can be, and otherwise run eagerly.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -33,7 +33,7 @@ void expect_said_once(const std::string& text, const std::string& part) {
   EXPECT_EQ(text.find(part, found + 1), std::string::npos) << "twice: " << text;
 }
 
-constexpr const char* goes_on = "iterations go on eagerly, with the same results";
+constexpr const char* goes_on = "iterations run eagerly, with the same results";
 
 TEST_P(CaptureWhenPossible, CapturesWhatCanBeCapturedAndSaysNothing) {
   const CollectedWarnings warnings;
@@ -140,7 +140,7 @@ TEST_P(CaptureWhenPossible, GoesOnWithRandomNumbersOfTheHost) {
   expect_said_once(warnings.text(), "random numbers of the host");
 }
 
-TEST_P(CaptureWhenPossible, GoesOnWhereTheCaptureFailsAndTakesThatStepOnce) {
+TEST_P(CaptureWhenPossible, GoesOnIfTheCaptureFailsAndTakesThatStepOnce) {
   const CollectedWarnings warnings;
   StepTwins twins(GetParam(), when_possible);
   int calls_of_both = 0;
@@ -155,7 +155,7 @@ TEST_P(CaptureWhenPossible, GoesOnWhereTheCaptureFailsAndTakesThatStepOnce) {
   expect_said_once(warnings.text(), "the function threw while it was captured: only here");
 }
 
-TEST_P(CaptureWhenPossible, GoesOnWhereAnEarlierAutogradGraphIsAlive) {
+TEST_P(CaptureWhenPossible, GoesOnIfAnEarlierAutogradGraphIsAlive) {
   const CollectedWarnings warnings;
   StepTwins twins(GetParam(), when_possible);
   const at::Tensor alive = twins.captured.net->last->weight.square().sum();

@@ -77,7 +77,7 @@ TEST_P(CapturedShapes, OneThatIsNoLongerCalledMakesRoom) {
   run({3, 2, 3}, 0);
 }
 
-TEST_P(CapturedShapes, AnotherShapeIsAnErrorWhereThereIsOneGraph) {
+TEST_P(CapturedShapes, AnotherShapeIsAnErrorIfThereIsOneGraph) {
   StepTwins twins(GetParam(), {.warmup = 1});
   for (int i = 0; i < 3; ++i) twins.step(i);
   EXPECT_ERROR(twins.step(rows_of(GetParam(), 3, 2)), "set CudaGraphOptions::shapes");
@@ -142,7 +142,7 @@ TEST_P(CapturedShapes, FunctionsOfDifferentTypesHaveAGraphEach) {
   }
 }
 
-TEST_P(CapturedShapes, AnotherFunctionIsAnErrorWhereThereIsOneGraph) {
+TEST_P(CapturedShapes, AnotherFunctionIsAnErrorIfThereIsOneGraph) {
   StepTwins twins(GetParam(), {.warmup = 1});
   for (int i = 0; i < 3; ++i) twins.step(i);
   EXPECT_ERROR(

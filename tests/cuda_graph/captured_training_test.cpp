@@ -1,5 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What is said of captured training, where there are graphs: on the simulated device bit for bit.
+// The promises about captured training, on devices with graphs: on the simulated device bit for
+// bit.
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <gtest/gtest.h>
@@ -81,7 +82,7 @@ TEST_P(CapturedTraining, IsCapturedAgainAfterTrainAndEvalOfAModelThatItKnows) {
 TEST_P(CapturedTraining, RefusesAModelThatIsNull) {
   Training training(GetParam());
   EXPECT_ERROR(graph_of(training, {.models = {std::shared_ptr<torch::nn::Module>()}}),
-               "one of .models is null");
+               "a pointer in .models is null");
 }
 
 TEST_P(CapturedTraining, MakesItsProductsInFp8AsEagerIterationsDo) {

@@ -86,7 +86,7 @@ TEST_P(CapturedWindows, FollowModesRatesAndOptions) {
   }
 }
 
-TEST_P(CapturedWindows, GoOnFromWhatWasLoaded) {
+TEST_P(CapturedWindows, ContinueFromALoadedState) {
   StepTwins twins(GetParam(), {.warmup = 1}, {.micro_batches = 2});
   std::vector<std::stringstream> saved(4);
   for (int i = 0; i < 16; ++i) {
@@ -127,7 +127,7 @@ TEST_P(CapturedWindows, LeaveOutAMicroBatchWhoseFunctionThrows) {
   }
 }
 
-TEST_P(CapturedWindows, GoOnEagerlyWhereACaptureFailsInTheMiddle) {
+TEST_P(CapturedWindows, GoOnEagerlyIfACaptureFailsInTheMiddle) {
   for (const int failing : {5, 6}) {  // the calls that are captured
     SCOPED_TRACE(failing);
     const CollectedWarnings warnings;
@@ -173,7 +173,7 @@ TEST_P(CapturedWindows, MakeTheirCastsInEachMicroBatch) {
   EXPECT_EQ(twins.calls, 2 * 3 + 2);
 }
 
-TEST_P(CapturedWindows, TellThatGradientsAreGone) {
+TEST_P(CapturedWindows, ReportThatGradientsAreGone) {
   StepTwins twins(GetParam(), {.warmup = 1}, {.micro_batches = 2});
   for (int i = 0; i < 7; ++i) twins.step(i);  // the last one is a replay, of the first half
   twins.captured.optimizer.zero_grad();

@@ -116,7 +116,7 @@ TEST_F(OneParameter, NamesTheOpThatReadsTheDevice) {
   EXPECT_TRUE(graph.is_captured());
 }
 
-TEST_F(OneParameter, TellsWhyACaptureFailed) {
+TEST_F(OneParameter, SaysWhyACaptureFailed) {
   log_.refuse = true;
   CudaGraph graph = stepping_graph({.warmup = 1});
   graph({torch::ones({2})});
@@ -264,7 +264,7 @@ class Plain : public torch::optim::SGD, public torchamp::ScaledStep {
   at::Tensor step_scaled(const at::Tensor&, const at::Tensor&) override { return step(); }
 };
 
-/// A CapturedStep that counts what it is told.
+/// A CapturedStep that counts its calls.
 class Counting : public Plain, public torchamp::CapturedStep {
  public:
   using Plain::Plain;
@@ -274,7 +274,7 @@ class Counting : public Plain, public torchamp::CapturedStep {
   int replayed = 0;
 };
 
-TEST_F(OneParameter, TellsOptimizersOfStepsThatTheyDoNotSee) {
+TEST_F(OneParameter, ReportsReplayedStepsToOptimizers) {
   Counting optimizer({parameter_}, 0.5);
   CudaGraph graph(
       {optimizer}, [](const Tensors& batch) { return batch; }, {.warmup = 2}, repeating(log_));

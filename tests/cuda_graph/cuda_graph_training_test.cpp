@@ -56,6 +56,30 @@ TEST_P(OnDevice, FollowsAScaleSetByHand) {
   }
 }
 
+TEST_P(OnDevice, DividesByTheScaleThatAnUpdateOutsideOfTheGraphHasSet) {
+  SKIP_WITHOUT(GetParam());
+  const at::Device here(GetParam(), GetParam() == at::kCPU ? -1 : 0);
+  const at::Tensor w = at::ones({2}, here).requires_grad_();
+  torchamp::FusedSGD sgd({w}, torch::optim::SGDOptions(0.5));
+  torchamp::GradScaler scaler({.init_scale = 16., .growth_interval = 1});
+  Repeater::Log log;
+  const auto graph = make_graph(
+      GetParam(), {sgd},
+      [&](const Tensors& x) -> Tensors {
+        sgd.zero_grad();
+        scaler.scale((w * x[0]).sum()).backward();
+        scaler.unscale_(sgd);
+        return {w.grad().clone()};
+      },
+      log);
+  for (int i = 0; i < 8; ++i) {
+    const at::Tensor x = at::full({2}, 1. + i, here);
+    EXPECT_TRUE(at::equal((*graph)({x})[0], x)) << "gradients of iteration " << i;
+    scaler.update(std::exp2(5. + i));
+  }
+  if (!here.is_cpu()) c10::impl::VirtualGuardImpl(here.type()).synchronizeDevice(here.index());
+}
+
 TEST_P(OnDevice, FollowsALearningRateThatChangesAtEveryStep) {
   SKIP_WITHOUT(GetParam());
   for (const char* kind : {"adam", "sgd", "muon"}) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What would make a replay silently wrong: it is captured again, or told.
+// Changes that would make a replay silently wrong: the iteration is captured again, or it warns.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -156,7 +156,7 @@ TEST_P(StaleReplays, AreNoneWithoutGradients) {
 
 // ---- What a function takes from the host --------------------------------------------------------
 
-TEST_P(StaleReplays, OfABatchThatTheFunctionTakesByReferenceAreTold) {
+TEST_P(StaleReplays, OfABatchThatTheFunctionTakesByReferenceAreReported) {
   for (const bool tries : {false, true}) {
     SCOPED_TRACE(tries);
     const CollectedWarnings warnings;
@@ -177,7 +177,7 @@ TEST_P(StaleReplays, OfABatchThatTheFunctionTakesByReferenceAreTold) {
   }
 }
 
-TEST_P(StaleReplays, OfIndicesThatTheFunctionTakesByReferenceAreTold) {
+TEST_P(StaleReplays, OfIndicesThatTheFunctionTakesByReferenceAreReported) {
   const CollectedWarnings warnings;
   StepTwins twins(GetParam(), {.warmup = 2, .when_possible = true});
   std::vector<at::Tensor> rows;  // all of them stay
@@ -239,7 +239,7 @@ TEST_P(StaleReplays, OfConstantsThatStayAreRight) {
   EXPECT_EQ(warnings.text().find("CudaGraph:"), std::string::npos) << warnings.text();
 }
 
-TEST_P(StaleReplays, OfNumbersThatChangeAreTold) {
+TEST_P(StaleReplays, OfNumbersThatChangeAreReported) {
   const CollectedWarnings warnings;
   StepTwins twins(GetParam(), {.warmup = 2});
   double weight = 1.;

@@ -51,7 +51,7 @@ std::string counted_line(const std::string& name, const WeightCache& cache) {
          std::to_string(after - between) + " |";
 }
 
-TEST(CastCosts, AreThoseOfTheGuide) {
+TEST(CastCosts, EqualTheGuide) {
   expect_on_contributors_page(counted_line("WeightCache::libtorch", WeightCache::libtorch));
   expect_on_contributors_page(counted_line("weights_together()", torchamp::weights_together()));
 }

@@ -177,7 +177,7 @@ Make replay() {
   };
 }
 
-constexpr int earlier = 8;  ///< iterations before the one that is counted
+constexpr int earlier = 8;  ///< iterations before the counted iteration
 
 struct Costs {
   uint64_t earlier_waits = 0;  ///< of the host, in all iterations before

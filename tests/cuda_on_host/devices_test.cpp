@@ -28,7 +28,7 @@ namespace {
 
 const at::Device gpu0(at::kCUDA, 0), gpu1(at::kCUDA, 1);
 
-/// Two layers, each on a device of its own or both on the same.
+/// Two layers, on different devices or both on the same.
 struct LayersImpl : torch::nn::Module {
   LayersImpl(at::Device a, at::Device b) : lower(4, 8), upper(8, 2), of_lower(a), of_upper(b) {
     torch::manual_seed(7);
@@ -157,7 +157,7 @@ TEST_P(TwoDevices, AStepOverBothWaitsForNeither) {
 }
 
 // What the host computes with must have arrived.
-TEST(TwoDevicesHost, AStepOverTheHostAndADeviceSkipsBothWhereOneOverflows) {
+TEST(TwoDevicesHost, AStepOverTheHostAndADeviceSkipsBothIfOneOverflows) {
   stand_in_late(true);
   for (const bool host_first : {false, true}) {
     for (const at::Device of_scale : {at::Device(at::kCPU), gpu0}) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// CUDA's ops have values on the stand-in: those of the CPU, in the order of streams and captures.
+// On the stand-in CUDA's ops compute the CPU's values, in the order of streams and captures.
 #include <ATen/cuda/CUDAEvent.h>
 #include <ATen/cuda/CUDAGraph.h>
 #include <c10/cuda/CUDACachingAllocator.h>

@@ -210,7 +210,8 @@ TEST_P(NcclOnHost, TrainsAsOneProcessWithAllBatchesAndAgreesToSkip) {
     }
     EXPECT_EQ(scaler.get_scale(), 2.);
     expect_same_everywhere(group, {model->weight.cpu(), model->bias.cpu()});
-    // Each of two steps takes 0.5 of the mean gradient, which is that of the mean of all inputs.
+    // Each of two steps takes 0.5 of the mean gradient, which is the gradient of the mean of all
+    // inputs.
     const Tensor before = net()->weight.detach();
     const Tensor expected = before - 0.5 * 2. * 0.5 * (group->getSize() + 1.) / 2.;
     EXPECT_TRUE(at::allclose(model->weight.detach().to(at::kFloat).cpu(), expected.cpu(),
@@ -341,7 +342,7 @@ void sum_without_1() {
   cudaDeviceSynchronize();
 }
 
-TEST_P(NcclOnHost, TheWatchdogEndsAProcessWhereAnotherHasDied) {
+TEST_P(NcclOnHost, TheWatchdogEndsAProcessIfAnotherHasDied) {
   child_role() ? sum_without_1() : expect_ends_without_1(GetParam(), /*dies=*/true, -SIGABRT);
 }
 
@@ -349,7 +350,7 @@ TEST_P(NcclOnHost, TheWatchdogEndsAProcessThatWaitsLongerThanTheTimeout) {
   child_role() ? sum_without_1() : expect_ends_without_1(GetParam(), /*dies=*/false, -SIGABRT);
 }
 
-TEST_P(NcclOnHost, AHostThatWaitsGetsAnErrorWhereAnotherHasDied) {
+TEST_P(NcclOnHost, AHostThatWaitsGetsAnErrorIfAnotherHasDied) {
   if (!child_role()) {
     return expect_ends_without_1(GetParam(), /*dies=*/true, 0, {{"TORCH_NCCL_BLOCKING_WAIT", "1"}});
   }

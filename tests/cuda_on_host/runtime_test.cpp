@@ -177,7 +177,7 @@ TEST_F(CudaOnHost, CountsAndNamesLaunches) {
   EXPECT_STREQ(stand_in_launches(), "");
 }
 
-TEST_F(CudaOnHost, AnErrorIsRememberedUntilItIsAskedFor) {
+TEST_F(CudaOnHost, AnErrorIsStoredUntilItIsRead) {
   EXPECT_EQ(launch(0, 1, 0, nullptr), cudaErrorInvalidConfiguration);
   EXPECT_EQ(cudaPeekAtLastError(), cudaErrorInvalidConfiguration);
   EXPECT_EQ(cudaGetLastError(), cudaErrorInvalidConfiguration);

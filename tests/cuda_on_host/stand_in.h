@@ -9,11 +9,11 @@ extern "C" {
 
 /// What has been done since the process started, on all devices and threads together.
 struct StandInCounts {
-  uint64_t kernels;         ///< launches, those of cuBLAS, cuDNN and NCCL among them
+  uint64_t kernels;         ///< launches, including cuBLAS, cuDNN and NCCL
   uint64_t captured_nodes;  ///< kernels, copies, memsets and host functions put into graphs
   uint64_t graph_launches;
   uint64_t replayed_nodes;                          ///< by graph launches; they count nowhere else
-  uint64_t to_device, to_host, on_device, on_host;  ///< copies, by where they lead
+  uint64_t to_device, to_host, on_device, on_host;  ///< copies, by destination
   uint64_t between_devices;                         ///< of those on devices
   uint64_t pageable;                                ///< of all, those with pageable host memory
   uint64_t memsets;
@@ -44,7 +44,7 @@ void stand_in_submit(void* stream, void (*work)(void*), void* data, void (*done)
 /// stream comes to it. Not in captures.
 void stand_in_submit_when(void* stream, bool (*is_ready)(void*), void (*work)(void*), void* data,
                           void (*done)(void*));
-/// A library's kernel: counted, and refused where a kernel would be. An error code of CUDA's.
+/// A library's kernel: it is counted, and rejected like other kernels. Returns CUDA's error code.
 int stand_in_launch(const char* name, void* stream);
 /// 0, or the error of a call that captures forbid.
 int stand_in_unsafe(const char* call);

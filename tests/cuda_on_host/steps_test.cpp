@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A step of the comparison's models beside Python's: what the host calls and the device is given.
-// The table in examples/guide/contributors.md is what is counted here.
+// A step of the comparison's models, compared with Python's step: the host's calls and the device's
+// work. The table in examples/guide/contributors.md is what is counted here.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -25,7 +25,7 @@ namespace {
 
 struct Model {
   std::string name, title;
-  Sizes sizes;  // those of steps_python.py
+  Sizes sizes;  // the sizes of steps_python.py
   std::unique_ptr<Workload> (*make)(const Sizes&);
 };
 std::ostream& operator<<(std::ostream& out, const Model& model) {
@@ -69,7 +69,7 @@ Step step_of(const Model& model, const char* optimizer, bool whole = true) {
   return step;
 }
 
-class StepsBesidePython : public ::testing::TestWithParam<Model> {
+class StepsComparedWithPython : public ::testing::TestWithParam<Model> {
  protected:
   void SetUp() override {
 #if TORCH_VERSION_MINOR != 15
@@ -82,7 +82,7 @@ class StepsBesidePython : public ::testing::TestWithParam<Model> {
   }
 };
 INSTANTIATE_TEST_SUITE_P(
-    CudaOnHost, StepsBesidePython,
+    CudaOnHost, StepsComparedWithPython,
     ::testing::Values(
         model_of<FeedForward>("feed_forward", "feed-forward", {{"batch", 8}, {"hidden", 32}}),
         model_of<UNet>("unet", "UNet", {{"batch", 1}, {"side", 32}, {"channels", 4}}),
@@ -98,12 +98,12 @@ INSTANTIATE_TEST_SUITE_P(
             {{"batch", 2}, {"length", 16}, {"layers", 2}, {"width", 32}, {"heads", 2}})),
     [](const auto& one) { return one.param.name; });
 
-TEST_P(StepsBesidePython, LossAndGradientsCallTheSameOps) {
+TEST_P(StepsComparedWithPython, LossAndGradientsCallTheSameOps) {
   const Step ours = step_of(GetParam(), "fused", /*whole=*/false);
   EXPECT_EQ(support::difference(ours.ops, recorded("loss")), "");
 }
 
-TEST_P(StepsBesidePython, AStepIsNoMoreThanPythons) {
+TEST_P(StepsComparedWithPython, AStepIsNoMoreThanPythons) {
   const Step fused = step_of(GetParam(), "fused"), plain = step_of(GetParam(), "stock");
   support::OpCounts python = recorded("fused"), python_plain = recorded("stock");
   const auto take = [](support::OpCounts& counts, const char* name) {

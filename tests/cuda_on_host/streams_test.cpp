@@ -18,7 +18,7 @@
 
 namespace {
 
-/// An iteration for the body of a graph, which runs on a stream of its own.
+/// An iteration for the body of a graph, which runs on a separate stream.
 struct LateIteration {
   Tensor step(const Params& batch) {
     stream = c10::cuda::getCurrentCUDAStream();

@@ -22,7 +22,7 @@ using torchamp::Policy;
 
 // Casts that undo each other
 
-TEST_P(Recorder, SeesACastOfACastsResultBack) {
+TEST_P(Recorder, DetectsACastOfACastsResultBack) {
   const auto x = wide({4});
   const CastRecorder recorder;
   const AutocastGuard autocast(device());
@@ -32,7 +32,7 @@ TEST_P(Recorder, SeesACastOfACastsResultBack) {
   EXPECT_EQ(row_of(recorder, "exp").undone, 1);
 }
 
-TEST_P(Recorder, SeesACastBackAfterAnOpInFp32) {
+TEST_P(Recorder, DetectsACastBackAfterAnOpInFp32) {
   const auto x = narrow({2, 2});
   const CastRecorder recorder;
   const AutocastGuard autocast(device());
@@ -58,7 +58,7 @@ TEST_P(Recorder, TakesNoOtherCastsForUndone) {
 
 // Ops in fp32 because of an input
 
-TEST_P(Recorder, SeesOpsInFp32BecauseOfAnInput) {
+TEST_P(Recorder, DetectsOpsInFp32BecauseOfAnInput) {
   const auto x = narrow({2, 2});
   const auto y = wide({2, 2});
   const CastRecorder recorder;
@@ -68,7 +68,7 @@ TEST_P(Recorder, SeesOpsInFp32BecauseOfAnInput) {
   (void)at::cat({x, y});
   (void)at::cat({x, x});
   (void)at::mse_loss(x, y);  // its rule is fp32
-  (void)(x + y);             // and so is that of additions
+  (void)(x + y);             // and so is the input of additions
   (void)at::ones_like(y).mul_(x);
   (void)x.mm(y);
   EXPECT_EQ(row_of(recorder, "mul.Tensor").calls, (Calls{{at::kFloat, 1}, {low(), 1}}));
@@ -134,7 +134,7 @@ TEST_P(Recorder, KeepsOutOfAPredicatesWay) {
   EXPECT_EQ(row_of(report, "mul.Tensor").fp32_by_input, 0) << report;
 }
 
-TEST_P(Recorder, TellsAChoiceOfTheInnerOpFromTheOuterOnes) {
+TEST_P(Recorder, DistinguishesAChoiceOfTheInnerOpFromTheOuterOnes) {
   const auto x = narrow({2, 2});
   const auto y = wide({2, 2});
   const torchamp::When always{.predicate = [](const OpCall&) { return true; }};

@@ -52,7 +52,7 @@ TEST_P(Recorder, CountsCallsCastsAndBytesOfAProduct) {
   EXPECT_EQ(recorder.report().rows().size(), 1u) << recorder.report();
 }
 
-TEST_P(Recorder, TellsTheDtypeThatAnOpRanIn) {
+TEST_P(Recorder, ReportsTheDtypeInWhichAnOpRan) {
   const auto x = narrow({4});
   const CastRecorder recorder;
   const AutocastGuard autocast(device());
@@ -225,7 +225,7 @@ TEST_P(Recorder, NamesTheModuleOfACustomFunctionsBackward) {
   EXPECT_EQ(row_of(recorder, "exp", "block", true).calls, (Calls{{at::kFloat, 1}}));
 }
 
-TEST_P(Recorder, TellsABackwardUnderAutocastApart) {
+TEST_P(Recorder, DistinguishesABackwardUnderAutocast) {
   const auto weight = wide({2, 2}).requires_grad_();
   const CastRecorder recorder;
   const AutocastGuard autocast(device());

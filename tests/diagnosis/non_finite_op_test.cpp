@@ -82,7 +82,7 @@ TEST_P(NonFiniteOpOn, NamesTheOpOfTheBackwardPassItsForwardOpAndItsParameters) {
                         "0.weight) made "));
 }
 
-TEST_P(NonFiniteOpOn, SeesAnOverflowOfACastUnderAutocast) {
+TEST_P(NonFiniteOpOn, DetectsAnOverflowOfACastUnderAutocast) {
   torch::nn::Linear model(2, 1);
   to_device(model, GetParam());
   const at::Tensor input = torch::full({1, 2}, 1e5F, options());
@@ -205,7 +205,7 @@ TEST(NonFiniteOp, PassesOverTensorsThatHaveNoKernelsWithoutAWord) {
   EXPECT_EQ(found->op, "aten::div.Scalar");
 }
 
-TEST_P(NonFiniteOpOn, SeesAnOpThatReturnsNothing) {
+TEST_P(NonFiniteOpOn, DetectsAnOpThatReturnsNothing) {
   const auto found = first_non_finite_op([&] {
     const std::vector<at::Tensor> list{torch::ones({2}, options())};
     at::_foreach_div_(list, 0.);
@@ -261,7 +261,7 @@ TEST_P(NonFiniteOpOn, NamesNoForwardOpThatRanBeforeTheSearch) {
   }
 }
 
-TEST_P(NonFiniteOpOn, SaysSoWhereTheDataWasNotFinite) {
+TEST_P(NonFiniteOpOn, SaysSoIfTheDataWasNotFinite) {
   const at::Tensor data = torch::tensor({1.F, kInf}).to(GetParam());
   const auto found = first_non_finite_op([&] { (data * 2).sum(); });
   ASSERT_TRUE(found);
@@ -416,7 +416,7 @@ TEST(NonFiniteOp, RefusesAnEmptyFunction) {
   EXPECT_ERROR(first_non_finite_op(nullptr), "first_non_finite_op: the function is empty");
 }
 
-TEST_P(NonFiniteOpOn, FindsNothingWhereThereIsNothing) {
+TEST_P(NonFiniteOpOn, FindsNothingIfAllIsFinite) {
   const at::Tensor w = torch::ones({2}, options().requires_grad(true));
   EXPECT_FALSE(first_non_finite_op([&] { (w * w).sum().backward(); }));
   EXPECT_TRUE(w.grad().defined());

@@ -31,7 +31,7 @@ class OverflowReportOn : public ::testing::TestWithParam<at::DeviceType> {
 
 }  // namespace
 
-TEST_P(OverflowReportOn, NamesTheParametersAndTellsInfFromNaN) {
+TEST_P(OverflowReportOn, NamesTheParametersAndDistinguishesInfFromNaN) {
   torch::nn::Sequential model(torch::nn::Linear(3, 2), torch::nn::ReLU(), torch::nn::Linear(2, 1));
   to_device(model, GetParam());
   for (at::Tensor& p : model->parameters()) p.mutable_grad() = torch::ones_like(p);
@@ -248,7 +248,7 @@ TEST(OverflowReport, ReadsWhatACompressedSparseGradientStores) {
 
 INSTANTIATE_TEST_SUITE_P(Devices, OverflowReportOn, all_devices(), device_name);
 
-TEST(OverflowReport, TellsGradientsWithoutElementsFromNone) {
+TEST(OverflowReport, DistinguishesGradientsWithoutElementsFromNone) {
   const at::Tensor parameter = torch::empty({0, 3}).requires_grad_();
   (parameter * 2.).sum().backward();
   const std::vector<std::pair<std::string, at::Tensor>> named{{"empty", parameter}};

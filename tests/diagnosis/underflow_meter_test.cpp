@@ -156,7 +156,7 @@ TEST_P(Meter, MetersTheFirstStepAndEachThatIsSoManyLater) {
   EXPECT_EQ(report.steps[2].elements, report.steps[0].elements);
 }
 
-TEST_P(Meter, LeavesGradientsAndRandomNumbersAsTheyAre) {
+TEST_P(Meter, LeavesGradientsAndRandomNumbersUnchanged) {
   const auto run = [&](bool with_meter) {
     seed_all(0);
     Net model = net();
@@ -187,7 +187,7 @@ TEST_P(Meter, LeavesGradientsAndRandomNumbersAsTheyAre) {
   }
 }
 
-TEST_P(Meter, CountsEachGradientOnceWhereItIsAddedUpViewedOrCopied) {
+TEST_P(Meter, CountsEachGradientOnceIfItIsAddedViewedOrCopied) {
   Net model = net();
   model->eval();
   const at::Tensor x = randn({4, 8});
@@ -273,7 +273,7 @@ TEST(UnderflowMeter, RunsNoOpOfAnotherLibraryTwice) {
   EXPECT_EQ(meter.report().total().not_looked_at, 4 * 4);
 }
 
-TEST(UnderflowMeter, SeesWhatAThreadWithTheCallersStateRuns) {
+TEST(UnderflowMeter, DetectsWhatAThreadWithTheCallersStateRuns) {
   Net model;
   model->eval();
   UnderflowMeter meter(*model, {.every = 1});
@@ -298,7 +298,7 @@ TEST(UnderflowMeter, SeesWhatAThreadWithTheCallersStateRuns) {
 
 TEST(UnderflowMeter, RefusesWhatItCannotMeter) {
   Net model;
-  EXPECT_ERROR(UnderflowMeter(*model, {.every = 0}), "every is 0. It is 1 or more");
+  EXPECT_ERROR(UnderflowMeter(*model, {.every = 0}), "every is 0. It must be 1 or more");
   UnderflowMeter meter(*model);
   {
     const auto metered = meter.step();

@@ -38,7 +38,7 @@ Tensor bytes_of(const std::string& text) {
   return bytes;
 }
 
-TEST(Distributed, ProcessesWithTimesOfTheirOwnChooseAlike) {
+TEST(Distributed, ProcessesWithDifferentTimesChooseAlike) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
   auto model = audited_net();

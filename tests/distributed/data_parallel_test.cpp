@@ -345,7 +345,7 @@ TEST(Distributed, SkipsTheStepEverywhereWhenOneProcessOverflows) {
   }
 }
 
-// Each process has a parameter of its own, as with a sharded optimizer.
+// Each process has its own parameter, as with a sharded optimizer.
 TEST(Distributed, AgreesOnTheOverflowOfShards) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();

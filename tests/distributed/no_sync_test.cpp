@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Gradients that micro-batches within no_sync() have left, where a window ends early or is dropped.
+// Gradients of micro-batches within no_sync(), if a window ends early or is dropped.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 

@@ -94,7 +94,7 @@ TEST(ReduceDtype, SaysHowManyBytesFp32GradientsTakeOnTheWire) {
   }
 }
 
-TEST(ReduceDtype, OfGradientsThatWereLeftIsThatOfWhatIsTrained) {
+TEST(ReduceDtype, OfLocalGradientsIsTheDtypeOfTheTrainedParameters) {
   if (ran_in_processes(2)) return;
   const auto group = c10::make_intrusive<CountingGroup>(make_group());
   const auto sent = [&](bool has_frozen_doubles) {
@@ -257,7 +257,7 @@ TEST(MainGradientsOfProcesses, AreAveragedByOneDataParallelAtATime) {
   expect_average(parallel);
 }
 
-TEST(SplitMastersOfProcesses, StartAsThoseOfTheFirst) {
+TEST(SplitMastersOfProcesses, StartWithTheValuesOfTheFirst) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
   at::manual_seed(1 + static_cast<std::uint64_t>(group->getRank()));
@@ -275,7 +275,7 @@ TEST(SplitMastersOfProcesses, StartAsThoseOfTheFirst) {
   EXPECT_TRUE(at::equal(read->bias, first->bias));
 }
 
-TEST(MainGradientsOfProcesses, MayBeMissingOnAProcessWhereUnusedParametersAreLookedFor) {
+TEST(MainGradientsOfProcesses, MayBeMissingOnAProcessWithFindUnusedParameters) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
   for (const bool looks : {true, false}) {

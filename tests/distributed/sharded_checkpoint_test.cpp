@@ -212,7 +212,7 @@ TEST(ShardedCheckpoint, HoldStatesAsAnUnshardedOptimizerDoes) {
       SCOPED_TRACE(i);
       EXPECT_EQ(expected[i].empty(), i == 0);
       ASSERT_EQ(whole[i].size(), expected[i].size());
-      if (i == 0) {  // where there is a state, it is that of a beginning
+      if (i == 0) {  // if there is a state, it is an initial state
         for (const Tensor& tensor : joined[i]) EXPECT_FALSE(tensor.any().item<bool>());
         continue;
       }
@@ -333,7 +333,7 @@ TEST_P(ShardedCheckpointOfThreads, GoesOnOnAnyNumberOfProcessesFromOneFile) {
   }
 }
 
-TEST(ShardedCheckpoint, AreAsTheyWereAfterAFileThatDoesNotFit) {
+TEST(ShardedCheckpoint, AreUnchangedAfterAFileThatDoesNotFit) {
   const TemporaryFolder folder;
   if (!child_role()) return Launch(2, folder.environment()).expect_success();
   const auto group = make_group();

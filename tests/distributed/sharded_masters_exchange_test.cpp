@@ -219,7 +219,7 @@ TEST(ShardedMasters, AgreeOnTheNormThatIsClippedAndOnWhetherToStep) {
   }
 }
 
-TEST(ShardedMasters, NeverStepApartWhereOnlyOnesPiecesOverflow) {
+TEST(ShardedMasters, NeverDivergeIfOnlyOneProcessOverflows) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
   for (const bool unscales : {false, true}) {
@@ -285,7 +285,7 @@ TEST(ShardedMasters, TrainOnTheSimulatedDeviceAsOnTheCpu) {
 }
 
 // As with NCCL alone, which takes no tensor of the host.
-TEST(ShardedMasters, AgreeOverASimulatedDeviceWhereTheGroupHasNothingElse) {
+TEST(ShardedMasters, AgreeOverASimulatedDeviceIfTheGroupHasNoOther) {
   SKIP_WITHOUT(at::kPrivateUse1);
   if (ran_in_processes(2)) return;
   const auto group = c10::make_intrusive<StagingGroup>(make_group());

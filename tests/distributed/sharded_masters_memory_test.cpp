@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The memory that sharded masters take, and what becomes of them where it runs out.
+// The memory of sharded masters, and their state after memory runs out.
 #include <gtest/gtest.h>
 
 #if __has_include(<gloo/rendezvous/store.h>)
@@ -110,7 +110,7 @@ TEST(ShardedMasters, AreKeptAndBroughtBackWithoutMemoryOfTheDevice) {
   }
 }
 
-TEST(ShardedMasters, LeaveTheModelInFp32AndLoadAllOrNothingWhereMemoryRunsOut) {
+TEST(ShardedMasters, LeaveTheModelInFp32AndLoadAllOrNothingIfMemoryRunsOut) {
   SKIP_WITHOUT(at::kPrivateUse1);
   if (ran_in_processes(1)) return;
   const auto group = c10::make_intrusive<StagingGroup>(make_group());

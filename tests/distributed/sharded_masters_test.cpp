@@ -106,7 +106,7 @@ TEST(ShardedMasters, PassOverParametersWithoutElements) {
   EXPECT_FALSE(at::equal(net->bias, before));
 }
 
-TEST(ShardedMasters, KeepOneScaleWhereAProcessHasNoGradients) {
+TEST(ShardedMasters, KeepOneScaleIfAProcessHasNoGradients) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
   torch::nn::Linear net(4, 2);
@@ -289,7 +289,7 @@ TEST(ShardedMasters, RefuseOtherOptimizersOfSplitPiecesThatAFusedOneHas) {
   EXPECT_ERROR(masters.copy_to_model(), "that no fused optimizer has stepped with");
 }
 
-TEST(ShardedMasters, TellOnceOfAModelThatOthersHaveWritten) {
+TEST(ShardedMasters, WarnOnceOfAModelThatOthersHaveWritten) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
   constexpr const char* text = "ShardedMasterWeights::copy_to_model: the model's weight ";

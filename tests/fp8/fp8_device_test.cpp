@@ -48,7 +48,7 @@ const std::vector<std::vector<int64_t>> kShapes = {{16, 16, 16}, {32, 48, 16}, {
                                                    {16, 17, 16}, {3, 9, 21},   {1, 1, 1},
                                                    {0, 4, 3},    {2, 0, 3},    {7, 31, 40}};
 
-TEST_P(Fp8Device, AgreesWithTheRehearsalExactlyWhereSumsAreExact) {
+TEST_P(Fp8Device, AgreesExactlyWithTheRehearsalIfSumsAreExact) {
   SKIP_WITHOUT(GetParam());
   torch::manual_seed(1);
   for (const auto& shape : kShapes) {
@@ -140,7 +140,7 @@ TEST_P(Fp8Device, AModulesStrictRuleIsAnErrorOfItsForward) {
   EXPECT_EQ(model->forward(x).scalar_type(), at::kBFloat16);
 }
 
-TEST_P(Fp8SimulatedDevice, AStrictRuleThatIsNotInForceAsksNothingOfTheDevice) {
+TEST_P(Fp8SimulatedDevice, AnInactiveStrictRuleRequiresNothingOfTheDevice) {
   SKIP_WITHOUT(GetParam());
   const simulated::NoFp8Units old_device;
   const torchamp::Fp8Options strict{.strict = true};

@@ -36,14 +36,14 @@ torchamp::AutocastOptions in_fp8(Fp8Recipe recipe = Fp8Recipe::tensorwise) {
   return {.policy = found->second};
 }
 
-/// x w^T by a guard of its own, with nothing kept from before.
+/// x w^T under a separate guard, with an empty cache.
 torch::Tensor alone(Fp8Recipe recipe, const torch::Tensor& x, const torch::Tensor& w) {
   const torch::NoGradGuard no_grad;
   const AutocastGuard guard(torch::kCPU, in_fp8(recipe));
   return torch::linear(x.detach().clone(), w.detach().contiguous().clone());
 }
 
-TEST(Fp8Edges, PartsAndTransposesOfOneWeightAreToldApart) {
+TEST(Fp8Edges, PartsAndTransposesOfOneWeightAreDistinguished) {
   torch::manual_seed(1);
   for (const Fp8Recipe recipe : each_recipe) {
     const torch::Tensor w = torch::randn({32, 16}).requires_grad_();
@@ -203,7 +203,7 @@ TEST(Fp8Edges, AWeightMayBeBothFactorsAndItsOwnTranspose) {
   EXPECT_TRUE(gradient(*in_fp8(Fp8Recipe::mxfp8).policy).equal(expected));
 }
 
-TEST(Fp8Edges, InputsOfManyDimensionsInAnyOrderAreTakenAsTheyAre) {
+TEST(Fp8Edges, InputsOfManyDimensionsInAnyOrderAreTakenUnchanged) {
   torch::manual_seed(5);
   for (const Fp8Recipe recipe : each_recipe) {
     const torch::Tensor base = torch::randn({3, 20, 2, 5}).permute({3, 0, 2, 1}).requires_grad_();

@@ -60,7 +60,7 @@ struct Reference {
   }
 };
 
-TEST(Fp8, ResultAndGradientsAreThoseOfASlowReference) {
+TEST(Fp8, ResultAndGradientsEqualASlowReference) {
   torch::manual_seed(1);
   const std::vector<std::vector<int64_t>> shapes = {
       {4, 16, 8}, {16, 16, 16}, {1, 1, 1}, {3, 17, 5}, {33, 48, 31}, {2, 3, 7, 9}, {5, 2, 1}};
@@ -263,7 +263,7 @@ TEST(Fp8, DoesNothingInDisabledRegionsOrForOtherDtypes) {
       << out.str();
 }
 
-TEST(Fp8, OnlyWorthwhileSizesRunInFp8WhereThatIsAsked) {
+TEST(Fp8, OnlyWorthwhileSizesRunInFp8WithThatOption) {
   torchamp::CastRecorder recorder;
   const AutocastGuard guard(torch::kCPU, {.policy = torchamp::fp8(Policy::standard(), ops::dense,
                                                                   Fp8Options::worthwhile())});
@@ -276,7 +276,7 @@ TEST(Fp8, OnlyWorthwhileSizesRunInFp8WhereThatIsAsked) {
   EXPECT_EQ(total.not_fp8.size(), 2u) << recorder.report();
 }
 
-TEST(Fp8, RulesUnderConditionsHoldWhereTheConditionsDo) {
+TEST(Fp8, ConditionalRulesHoldIfTheirConditionsDo) {
   torchamp::CastRecorder recorder;
   const Policy policy = torchamp::fp8(Policy::standard(), ops::dense, {},
                                       {.predicate = [](const torchamp::OpCall& call) {
@@ -289,7 +289,7 @@ TEST(Fp8, RulesUnderConditionsHoldWhereTheConditionsDo) {
   EXPECT_EQ(policy.lookup("mm", torch::kCPU), Cast::native);
 }
 
-TEST(Fp8, AnOpThatCannotIsAnErrorAndLeavesThePolicyAsItWas) {
+TEST(Fp8, AnOpThatCannotIsAnErrorAndLeavesThePolicyUnchanged) {
   Policy policy = Policy::standard();
   const auto* const before = policy.data().get();
   for (const char* op : {"softmax", "bmm", "conv2d", "add", "mm.out", "_addmm_activation"}) {

@@ -50,7 +50,7 @@ LBFGS lbfgs(const at::Tensor& w, bool with_line_search) {
 
 }  // namespace
 
-TEST(GradScalerClosure, LBFGSGoesWhereItGoesWithoutScaling) {
+TEST(GradScalerClosure, LBFGSTakesTheSameStepsAsWithoutScaling) {
   for (const bool with_line_search : {false, true}) {
     Valley plain;
     Valley scaled;
@@ -114,7 +114,7 @@ TEST(GradScalerClosure, SkipsWhileTheGradientsOverflow) {
   }
 }
 
-TEST(GradScalerClosure, RestoresParametersWhereALineSearchOverflows) {
+TEST(GradScalerClosure, RestoresParametersIfALineSearchOverflows) {
   // Every evaluation after the first `good` ones overflows.
   int skips = 0;
   for (int good = 1; good < 12; ++good) {

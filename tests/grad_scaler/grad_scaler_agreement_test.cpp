@@ -115,7 +115,7 @@ TEST(GradScalerAgreement, HoldsOnEveryPathForEveryRank) {
   }
 }
 
-TEST(GradScalerAgreement, SkipsAClosureOnEveryRankWhereOneOverflows) {
+TEST(GradScalerAgreement, SkipsAClosureOnEveryRankIfOneOverflows) {
   constexpr int ranks = 3;
   AllReduce all_reduce(ranks);
   std::vector<std::thread> threads;
@@ -178,13 +178,14 @@ TEST(GradScalerAgreement, FailsWithoutChangingTheScaler) {
   scaler.scale(torch::ones({}));
   const at::Tensor w = parameter_with(torch::full({1}, 65536.));
   auto optimizer = sgd({w});
-  EXPECT_ERROR(scaler.step(optimizer), "agree_found_inf has left no tensor of one element");
+  EXPECT_ERROR(scaler.step(optimizer),
+               "found_inf is not a tensor of one element after agree_found_inf");
   fails = false;
   EXPECT_TRUE(scaler.step(optimizer));
   EXPECT_EQ(w.item<float>(), -1.F);
 }
 
-TEST(GradScalerAgreement, CountsAnotherRanksInfWithoutGradientsOfItsOwn) {
+TEST(GradScalerAgreement, CountsAnotherRanksInfWithoutItsOwnGradients) {
   for (const bool on_device : {false, true}) {
     GradScaler scaler({.agree_found_inf = [](at::Tensor& flag) { flag.fill_(1); }});
     scaler.scale(torch::ones({}));

@@ -175,7 +175,7 @@ TEST_P(GradScalerCosts, QuotientsAreCheckedOnADeviceIfMinScaleIsBelowOne) {
   }
 }
 
-TEST_P(GradScalerCosts, AskingAResultReadsOnceAtMostAndNotAskingNever) {
+TEST_P(GradScalerCosts, AQueryOfAResultReadsAtMostOnceAndNoQueryReadsNothing) {
   Training<IdleScaled> training(10, GetParam());
   move_to_device(training.scaler);
   const torchamp::StepResult result = training.scaler.step(training.optimizer);

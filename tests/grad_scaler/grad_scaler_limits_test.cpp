@@ -150,7 +150,7 @@ TEST(GradScalerLimits, AreMetWithoutScalingToo) {
   EXPECT_ERROR(scaler.update(), "2 consecutive iterations");
 }
 
-TEST(GradScalerLimits, ReachTheHostOneUpdateLaterWhereOnlyTheDeviceKnows) {
+TEST(GradScalerLimits, ReachTheHostOneUpdateLaterIfOnlyTheDeviceKnows) {
   std::vector<ScaleLimit> calls;
   GradScaler scaler({.init_scale = 2.,
                      .min_scale = 1.,

@@ -33,7 +33,7 @@ void go_on(GradScaler& scaler, const std::string& iterations) {
 
 }  // namespace
 
-TEST(GradScalerPython, GoesOnWhereWeStoppedAndTheOtherWayRound) {
+TEST(GradScalerPython, ContinuesPythonsStateAndPythonContinuesOurs) {
   const Answer found = python("-c 'import torch; torch.amp.GradScaler'");
   if (found.status != 0) {
     GTEST_SKIP() << "no Python with torch (set TORCHAMP_TEST_PYTHON to one): " << found.output;

@@ -189,7 +189,7 @@ TEST(GradScalerStates, TakesNoOptimizerForOneOfOtherParametersThatWasAtItsAddres
   walk(std::type_identity<torch::optim::SGD>());
 }
 
-TEST(GradScalerStates, TellsOptimizersThatShareParametersApart) {
+TEST(GradScalerStates, DistinguishesOptimizersThatShareParameters) {
   torchamp::GradScaler scaler({.init_scale = 4.});
   scaler.scale(torch::ones({}));
   const at::Tensor w = parameter_with(torch::full({1}, 4.));
@@ -259,7 +259,7 @@ TEST(GradScalerStates, AMovedScalerGoesOn) {
   second.update();
 }
 
-// ---- Mistakes that can be told ------------------------------------------------------------------
+// ---- Mistakes that are reported -----------------------------------------------------------------
 
 TEST(GradScalerStates, TakesNoTensorThatItHasScaled) {
   torchamp::GradScaler scaler({.init_scale = 4.}), other({.init_scale = 8.});
@@ -281,7 +281,7 @@ TEST(GradScalerStates, TakesNoTensorThatItHasScaled) {
   EXPECT_EQ(unscaled.scale(unscaled.scale(loss)).item<float>(), 1.F);
   torchamp::GradScaler disabled({.enabled = false});
   EXPECT_EQ(disabled.scale(disabled.scale(loss)).item<float>(), 1.F);
-  // A tensor where one that is gone was.
+  // A tensor at the address of a destroyed one.
   for (int i = 0; i < 100; ++i) EXPECT_EQ(scaler.scale(scaler.scale(loss) / 2).item<float>(), 2.F);
 }
 

@@ -246,7 +246,7 @@ TEST_P(GradScalerOn, FlagsWithExactlyOneHoweverOftenAnotherDeviceFindsIt) {
   EXPECT_FALSE(scaler.step(optimizer));
 }
 
-TEST(GradScaler, WaitsForTheFlagOfABusyDeviceWhereTheScaleLiesOnTheHost) {
+TEST(GradScaler, WaitsForTheFlagOfABusyDeviceIfTheScaleLiesOnTheHost) {
   SKIP_WITHOUT(at::kCUDA);
   GradScaler scaler;
   scaler.scale(torch::ones({}));

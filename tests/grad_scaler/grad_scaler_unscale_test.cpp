@@ -141,7 +141,7 @@ TEST_P(GradScalerOn, LeavesTheOtherGradientsUnscaledWhenItSkips) {
 }
 
 /// Whichever of several gradients, dtypes and batches of them holds the inf.
-TEST(GradScalerSimulated, SkipsForAnyInfWhereTheDeviceHasNoKernelThatUnscales) {
+TEST(GradScalerSimulated, SkipsForAnyInfIfTheDeviceHasNoKernelThatUnscales) {
   SKIP_WITHOUT(at::kPrivateUse1);
   const simulated::WithoutUnscaleKernel lacks;
   const at::TensorOptions there = simulated::on(simulated::sim0);
@@ -239,7 +239,7 @@ TEST_P(GradScalerOn, SeesAGradientThatUnscalingMakesInfinite) {
 
 /// As Python does: CUDA's kernel checks fp64 gradients as fp32, a CPU's as fp64. What dividing
 /// makes of them, and a second look, count as they are in fp64 everywhere.
-TEST_P(GradScalerOn, SkipsForFp64GradientsBeyondFp32WhereTheDevicesKernelDoes) {
+TEST_P(GradScalerOn, SkipsForFp64GradientsBeyondFp32IfTheDevicesKernelDoes) {
   const bool narrows = GetParam().device != at::kCPU;
   for (const double init_scale : {4., 0.25}) {
     for (const double value : {3e38, 4e38, 1e300}) {
@@ -289,7 +289,7 @@ TEST_P(GradScalerOn, FollowsAScaleThatFallsBelowOneAndNeverStepsWithAnInf) {
   EXPECT_TRUE(scaler.step(optimizer));
 }
 
-TEST_P(GradScalerOn, SeesItInAReplayThatTheHostDoesNotSee) {
+TEST_P(GradScalerOn, DetectsItInAReplay) {
   GradScaler scaler({.init_scale = 4.});
   const at::Tensor w = parameter_with(tensor({1}));
   torchamp::FusedSGD optimizer(std::vector<at::Tensor>{w}, torch::optim::SGDOptions(1e-30));
@@ -306,7 +306,7 @@ TEST_P(GradScalerOn, SeesItInAReplayThatTheHostDoesNotSee) {
   EXPECT_TRUE(at::equal(w.detach(), tensor({0})));
 }
 
-TEST_P(GradScalerOn, ScalesByOneForGoodWhereTheScaleIsFixedAtOne) {
+TEST_P(GradScalerOn, ScalesByOneForeverIfTheScaleIsFixedAtOne) {
   GradScaler scaler(GradScalerOptions::skip_non_finite());
   start(scaler);
   const at::Tensor w = parameter_with(tensor({2, 4}).to(at::kHalf));

@@ -170,7 +170,7 @@ double clip_plainly(Params& gradients, Clip clip) {
   return norm;
 }
 
-/// By torchamp; returns the norm where there is one.
+/// By torchamp; returns the norm if there is one.
 Tensor clip_scaled(GradScaler& scaler, Optimizer& optimizer, const Params& params, Clip clip) {
   switch (clip) {
     case Clip::none:

@@ -105,8 +105,8 @@ TEST_P(NoFalseAlarm, AskingForTheNormOfScaledGradients) {
   }
 }
 
-/// Gradients that come from a backward pass without scale() all the same have the scale: those of a
-/// model's first half, in a pipeline by hand, and those of outputs that were scaled.
+/// Gradients from a backward pass without scale() that have the scale nevertheless: gradients of a
+/// model's first half, in a pipeline by hand, and gradients of outputs that were scaled.
 TEST_P(NoFalseAlarm, AScaledGradientThatAnotherBackwardGoesOnWith) {
   for (int i = 0; i < iterations; ++i) {
     optimizer->zero_grad();
@@ -339,7 +339,7 @@ TEST_P(NoFalseAlarm, AStepWithTheZerosOfABatchThatIsPassedOver) {
 }
 
 /// The second module has no gradients when it is clipped, and zeros afterwards.
-TEST_P(NoFalseAlarm, AClipOfEachModuleWhereOneIsNotUsed) {
+TEST_P(NoFalseAlarm, AClipOfEachModuleIfOneIsNotUsed) {
   auto parameters = net->parameters();
   for (const at::Tensor& parameter : other->parameters()) parameters.push_back(parameter);
   const auto both = sgd_of(parameters);
@@ -509,7 +509,7 @@ TEST_P(NoFalseAlarm, ReinforcementLearningWithTwoLosses) {
   }
 }
 
-TEST_P(NoFalseAlarm, ACriticInFp32BesideAScaledActor) {
+TEST_P(NoFalseAlarm, ACriticInFp32WithAScaledActor) {
   for (int i = 0; i < iterations; ++i) {
     optimizer->zero_grad();
     second->zero_grad();
@@ -527,6 +527,13 @@ TEST_P(NoFalseAlarm, StyleTransferByLbfgs) {
   torch::optim::LBFGS lbfgs({image}, torch::optim::LBFGSOptions(0.1).max_iter(3));
   for (int i = 0; i < iterations; ++i) {
     step(scaler, lbfgs, [&] { return image.pow(2).sum() + (image - 1.).pow(2).mean(); });
+    scaler.update();
+  }
+}
+
+TEST_P(NoFalseAlarm, ANetworkThatAClosureTrains) {
+  for (int i = 0; i < iterations; ++i) {
+    step(scaler, *optimizer, [&] { return net(x).pow(2).mean(); });
     scaler.update();
   }
 }
@@ -557,7 +564,7 @@ TEST_P(NoFalseAlarm, ForcesOfAGraphNetByCreateGraph) {
   }
 }
 
-TEST_P(NoFalseAlarm, AnInferenceThreadBesideTraining) {
+TEST_P(NoFalseAlarm, AnInferenceThreadDuringTraining) {
   std::atomic<bool> ends = false;
   std::string said;
   std::thread inference([&] {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Optimizers that step beside the scaler, and losses of fp64 weights, are told.
+// Optimizers that step without the scaler, and losses of fp64 weights, are reported.
 #include <torchamp/grad_scaler.h>
 
 #include <gmock/gmock.h>
@@ -37,7 +37,7 @@ struct TwoModels {
 
 }  // namespace
 
-TEST(StepBesideAScaler, IsToldOnceInTheFirstIterations) {
+TEST(StepWithoutTheScaler, IsReportedOnceInTheFirstIterations) {
   for (const bool fused : {false, true}) {
     for (const int wrong_from : {0, 1}) {
       SCOPED_TRACE(c10::str(fused ? "fused" : "LibTorch's", ", from iteration ", wrong_from));
@@ -65,8 +65,8 @@ TEST(StepBesideAScaler, IsToldOnceInTheFirstIterations) {
   }
 }
 
-/// A critic through which the actor's loss goes, with a loss and an optimizer of its own.
-TEST(StepBesideAScaler, IsNotToldWhereTheGradientsAreTheOptimizersOwn) {
+/// A critic through which the actor's loss goes, with its own loss and optimizer.
+TEST(StepWithoutTheScaler, IsNotReportedIfTheGradientsAreTheOptimizersOwn) {
   for (const bool first : {false, true}) {
     TwoModels models;
     torch::optim::Adam critic(models.second->parameters(), torch::optim::AdamOptions(1e-3));
@@ -88,7 +88,7 @@ TEST(StepBesideAScaler, IsNotToldWhereTheGradientsAreTheOptimizersOwn) {
   }
 }
 
-TEST(StepBesideAScaler, IsNotToldOfAnAdversarialInputOrOfFrozenWeights) {
+TEST(StepWithoutTheScaler, IsNotReportedForAnAdversarialInputOrOfFrozenWeights) {
   TwoModels models;
   at::Tensor input = torch::randn({2, 4}).requires_grad_();
   const CollectedWarnings warnings;
@@ -105,7 +105,7 @@ TEST(StepBesideAScaler, IsNotToldOfAnAdversarialInputOrOfFrozenWeights) {
   EXPECT_THAT(warnings.text(), IsEmpty());
 }
 
-TEST(StepBesideAScaler, IsNotToldOfOneInputThatTwoLossesHave) {
+TEST(StepWithoutTheScaler, IsNotReportedForOneInputThatTwoLossesHave) {
   TwoModels models;
   at::Tensor input = torch::randn({2, 4}).requires_grad_();
   const CollectedWarnings warnings;
@@ -124,7 +124,7 @@ TEST(StepBesideAScaler, IsNotToldOfOneInputThatTwoLossesHave) {
 }
 
 /// The generator's gradients alone are wanted, while the critic has its own from before.
-TEST(StepBesideAScaler, IsNotToldOfGradientsThatTheScaledBackwardHasLeftAlone) {
+TEST(StepWithoutTheScaler, IsNotReportedForGradientsThatTheScaledBackwardHasLeftAlone) {
   for (const bool by_backward : {false, true}) {
     TwoModels models;
     torch::optim::Adam critic(models.second->parameters(), torch::optim::AdamOptions(1e-3));
@@ -151,7 +151,7 @@ TEST(StepBesideAScaler, IsNotToldOfGradientsThatTheScaledBackwardHasLeftAlone) {
   }
 }
 
-TEST(StepBesideAScaler, IsNotToldOfSeveralAdversarialInputs) {
+TEST(StepWithoutTheScaler, IsNotReportedForSeveralAdversarialInputs) {
   TwoModels models;
   const CollectedWarnings warnings;
   for (int i = 0; i < 3; ++i) {
@@ -170,7 +170,7 @@ TEST(StepBesideAScaler, IsNotToldOfSeveralAdversarialInputs) {
 }
 
 /// Each has its part of the batch; the second's gradients are averaged into the first's.
-TEST(StepBesideAScaler, IsNotToldOfReplicasThatAreCopiedFromTheModel) {
+TEST(StepWithoutTheScaler, IsNotReportedForReplicasThatAreCopiedFromTheModel) {
   TwoModels models;
   const CollectedWarnings warnings;
   for (int i = 0; i < 3; ++i) {
@@ -191,7 +191,7 @@ TEST(StepBesideAScaler, IsNotToldOfReplicasThatAreCopiedFromTheModel) {
   EXPECT_THAT(warnings.text(), IsEmpty());
 }
 
-TEST(StepBesideAScaler, IsNotToldOfATeacherThatAveragesWeightsAndIsNotDetached) {
+TEST(StepWithoutTheScaler, IsNotReportedForATeacherThatAveragesWeightsAndIsNotDetached) {
   TwoModels models;
   const CollectedWarnings warnings;
   for (int i = 0; i < 3; ++i) {
@@ -209,7 +209,7 @@ TEST(StepBesideAScaler, IsNotToldOfATeacherThatAveragesWeightsAndIsNotDetached) 
 }
 
 /// A generator before its discriminator, whose gradients are cleared in between.
-TEST(StepBesideAScaler, IsToldWhereTheGradientsAreClearedWithinTheIteration) {
+TEST(StepWithoutTheScaler, IsReportedIfTheGradientsAreClearedWithinTheIteration) {
   TwoModels models;
   torch::optim::Adam wrong(models.second->parameters(), torch::optim::AdamOptions(1e-3));
   const CollectedWarnings warnings;
@@ -225,9 +225,9 @@ TEST(StepBesideAScaler, IsToldWhereTheGradientsAreClearedWithinTheIteration) {
   EXPECT_THAT(warnings.text(), HasSubstr(beside));
 }
 
-/// A critic that is clamped once the generator's loss has gone through it, with a scaler of its own
-/// or none, with updates at once or together.
-TEST(StepBesideAScaler, IsNotToldOfWeightsThatAScalerHasSteppedElsewhere) {
+/// A critic that is clamped once the generator's loss has gone through it, with its own scaler or
+/// none, with updates at once or together.
+TEST(StepWithoutTheScaler, IsNotReportedForWeightsThatAScalerHasSteppedElsewhere) {
   for (const bool has_scaler : {false, true}) {
     for (const bool together : {false, true}) {
       SCOPED_TRACE(c10::str("a scaler each: ", has_scaler, ", updates together: ", together));
@@ -255,7 +255,7 @@ TEST(StepBesideAScaler, IsNotToldOfWeightsThatAScalerHasSteppedElsewhere) {
 }
 
 /// Masters by hand, or a model that several threads share: the same gradients, copies, in fp64.
-TEST(StepBesideAScaler, IsNotToldOfWeightsThatAreCopiedFromThoseTheScalerSteps) {
+TEST(StepWithoutTheScaler, IsNotReportedForCopiesOfTheScalersWeights) {
   for (int form = 0; form < 3; ++form) {
     SCOPED_TRACE(form);
     TwoModels models;
@@ -281,8 +281,8 @@ TEST(StepBesideAScaler, IsNotToldOfWeightsThatAreCopiedFromThoseTheScalerSteps) 
   }
 }
 
-/// A temperature, say, beside a model in fp32.
-TEST(ANumberInFp64, IsNotToldAsAModel) {
+/// A temperature, for example, with a model in fp32.
+TEST(ANumberInFp64, IsNotReportedAsAModel) {
   const at::Tensor number = torch::ones({1}, torch::kDouble).requires_grad_();
   GradScaler scaler;
   const CollectedWarnings warnings;
@@ -290,7 +290,7 @@ TEST(ANumberInFp64, IsNotToldAsAModel) {
   EXPECT_THAT(warnings.text(), IsEmpty());
 }
 
-TEST(AModelInFp64, IsToldOnceBySomethingThatScalesItsLoss) {
+TEST(AModelInFp64, IsReportedOnceByAScalerOfItsLoss) {
   torch::nn::Linear model(2, 2), mixed(2, 2);
   model->to(torch::kDouble);
   const at::Tensor x = torch::randn({3, 2}, torch::kDouble);
@@ -308,8 +308,8 @@ TEST(AModelInFp64, IsToldOnceBySomethingThatScalesItsLoss) {
   EXPECT_EQ(text.find(told), text.rfind(told));
 }
 
-/// A part that needs fp64, with a loss of its own.
-TEST(APartInFp64, IsNotToldAsAModelWhereAnotherLossIsOfFp32) {
+/// A part that needs fp64, with its own loss.
+TEST(APartInFp64, IsNotReportedAsAModelIfAnotherLossIsOfFp32) {
   for (const bool first : {false, true}) {
     torch::nn::Linear part(2, 2), model(2, 2);
     part->to(torch::kDouble);
@@ -365,7 +365,7 @@ INSTANTIATE_TEST_SUITE_P(Adam, StepAfterUnscale, testing::Bool(), [](const auto&
 
 }  // namespace
 
-TEST_P(StepAfterUnscale, IsToldOnceWhereItHasSteppedWithInfs) {
+TEST_P(StepAfterUnscale, IsReportedOnceIfItHasSteppedWithInfs) {
   const std::string text = warnings_of([&] {
     scaler.unscale_(*optimizer);
     torch::nn::utils::clip_grad_norm_(model->parameters(), 1.);
@@ -375,7 +375,7 @@ TEST_P(StepAfterUnscale, IsToldOnceWhereItHasSteppedWithInfs) {
   EXPECT_EQ(text.find(with_infs), text.rfind(with_infs)) << "told once";
 }
 
-TEST_P(StepAfterUnscale, IsToldOfEachOptimizerOfAnIteration) {
+TEST_P(StepAfterUnscale, IsReportedForEachOptimizerOfAnIteration) {
   torch::nn::Linear other(4, 4);
   torch::optim::Adam right(other->parameters(), torch::optim::AdamOptions(1e-3));
   const auto step = [&](torch::optim::Optimizer& one) {
@@ -397,7 +397,7 @@ TEST_P(StepAfterUnscale, IsToldOfEachOptimizerOfAnIteration) {
   }
 }
 
-TEST_P(StepAfterUnscale, IsNotToldOfAProgramThatLooksBeforeIt) {
+TEST_P(StepAfterUnscale, IsNotReportedForAProgramThatChecksFirst) {
   for (int form = 0; form < 4; ++form) {
     SCOPED_TRACE(form);
     EXPECT_THAT(warnings_of([&] {
@@ -417,7 +417,7 @@ TEST_P(StepAfterUnscale, IsNotToldOfAProgramThatLooksBeforeIt) {
   }
 }
 
-TEST_P(StepAfterUnscale, IsNotToldOfWeightsThatWereNotFiniteBefore) {
+TEST_P(StepAfterUnscale, IsNotReportedForWeightsThatWereNotFiniteBefore) {
   EXPECT_THAT(warnings_of([&] {
                 scaler.unscale_(*optimizer);
                 const bool bad = scaler.found_inf(*optimizer).item<double>() != 0.;
@@ -437,7 +437,7 @@ INSTANTIATE_TEST_SUITE_P(Devices, StepAfterUnscaleOn, all_devices(), device_name
 }  // namespace
 
 /// What a device has found arrives later, so the host looks again in the iterations that follow.
-TEST(StepAfterUnscale, ThatIsToldByAnExceptionLeavesTheScalerReadyForTheNextIteration) {
+TEST(StepAfterUnscale, ThatIsReportedByAnExceptionLeavesTheScalerReadyForTheNextIteration) {
   const at::Tensor weight = torch::ones({4}).requires_grad_();
   torchamp::FusedAdam optimizer({weight}, torch::optim::AdamOptions(1e-3));
   GradScaler scaler({.init_scale = 64.});
@@ -456,7 +456,7 @@ TEST(StepAfterUnscale, ThatIsToldByAnExceptionLeavesTheScalerReadyForTheNextIter
   EXPECT_EQ(scaler.get_scale(), 32.);
 }
 
-TEST_P(StepAfterUnscaleOn, IsToldOnceTheInfHasArrived) {
+TEST_P(StepAfterUnscaleOn, IsReportedWhenTheInfHasArrived) {
   SKIP_WITHOUT(GetParam());
   const at::Tensor weight = torch::ones({4}, GetParam()).requires_grad_();
   torchamp::FusedAdam optimizer({weight}, torch::optim::AdamOptions(1e-3));

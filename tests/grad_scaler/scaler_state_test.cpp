@@ -219,7 +219,7 @@ TEST_P(GradScalerOn, WalksAsItsPlainModelWhateverSetsItsState) {
   }
 }
 
-TEST_P(GradScalerOn, GrowsAfterTheNextGoodIterationWhereALoadedTrackerIsPastTheInterval) {
+TEST_P(GradScalerOn, GrowsAfterTheNextGoodIterationIfALoadedTrackerIsPastTheInterval) {
   for (const int64_t tracker : {2, 3, 4, 100}) {
     GradScaler scaler({.init_scale = 16.});
     start(scaler);
@@ -231,7 +231,7 @@ TEST_P(GradScalerOn, GrowsAfterTheNextGoodIterationWhereALoadedTrackerIsPastTheI
   }
 }
 
-/// Also where an option has the device count them in another way.
+/// Also if the device counts them in another way because of an option.
 TEST_P(GradScalerOn, CountsSkipsAnewAfterALoadAndOnFromAFile) {
   for (const int64_t most : {0, 1000}) {
     for (const bool fused : {false, true}) {
@@ -255,7 +255,7 @@ TEST_P(GradScalerOn, CountsSkipsAnewAfterALoadAndOnFromAFile) {
   }
 }
 
-TEST_P(GradScalerOn, KeepsTheSkipsWhereTheScaleIsSetByHand) {
+TEST_P(GradScalerOn, KeepsTheSkipsIfTheScaleIsSetByHand) {
   GradScaler scaler;
   start(scaler);
   const at::Tensor w = tensor({1}).requires_grad_();
@@ -435,7 +435,7 @@ TEST_P(GradScalerOn, TakesTheNearestLimitForATensorThatIsNoScale) {
   }
 }
 
-TEST_P(GradScalerOn, HasItsOwnHysteresisWhereAFileHoldsMore) {
+TEST_P(GradScalerOn, HasItsOwnHysteresisIfAFileHoldsMore) {
   GradScaler first({.init_scale = 64., .hysteresis = 5}), second({.hysteresis = 2});
   start(first);
   start(second);
@@ -449,7 +449,7 @@ TEST_P(GradScalerOn, HasItsOwnHysteresisWhereAFileHoldsMore) {
 
 // ---- Limits and warnings ------------------------------------------------------------------------
 
-TEST_P(GradScalerOn, TellsNoLimitThatWasMetBeforeALoad) {
+TEST_P(GradScalerOn, ReportsNoLimitThatWasMetBeforeALoad) {
   std::vector<ScaleLimit> calls;
   GradScaler scaler({.max_skips_in_a_row = 1,
                      .at_max_skips = AtLimit::call,
@@ -490,7 +490,7 @@ TEST_P(GradScalerOn, CountsToAHundredSkipsAnewAfterALoad) {
   EXPECT_THAT(warnings.text(), ::testing::HasSubstr("gradients held infs or NaNs in the last 1"));
 }
 
-// ---- What a scaler has heard in an iteration ----------------------------------------------------
+// ---- A scaler's records in an iteration ---------------------------------------------------------
 
 namespace {
 
@@ -512,7 +512,7 @@ TEST_P(GradScalerOn, RefusesToScaleAnyOutputOfAListAgain) {
   }
 }
 
-TEST_P(GradScalerOn, ForgetsWhatItHeardInAnIterationWhateverEndsIt) {
+TEST_P(GradScalerOn, ClearsItsRecordsAtEachEndOfAnIteration) {
   using End = std::function<void(GradScaler&)>;
   const End ends[] = {[](GradScaler& s) { s.update(); }, [](GradScaler& s) { s.update(4.); },
                       [this](GradScaler& s) { s.update(number(4)); }};

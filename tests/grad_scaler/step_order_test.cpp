@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Orders of calls that train wrongly are told: by an error, or by one warning.
+// Orders of calls that train wrongly are reported: by an error, or by one warning.
 #include <torchamp/grad_scaler.h>
 
 #include <gmock/gmock.h>
@@ -66,6 +66,40 @@ namespace {
 
 using step_order::Interrupted;
 
+/// Calls `answer` at each of LibTorch's warnings of the calling thread.
+class AnsweredWarnings final : public c10::WarningHandler {
+ public:
+  explicit AnsweredWarnings(std::function<void()> answer) : answer_(std::move(answer)) {}
+  void process(const c10::Warning& /*warning*/) override { answer_(); }
+
+ private:
+  std::function<void()> answer_;
+  c10::WarningUtils::WarnAlways always_;
+  c10::WarningUtils::WarningHandlerGuard guard_{this};
+};
+
+TEST(GradScalerStepOrder, AWarningHandlerMayEndTheIteration) {
+  const at::Tensor a = leaf({1, 2}), b = leaf({3, 4});
+  torch::optim::SGD first({a}, 0.1), second({b}, 0.1);
+  GradScaler scaler({.init_scale = 4.});
+  scaler.scale(loss_of(a)).backward();
+  scaler.scale(loss_of(b)).backward();
+  torchamp::clip_grad_norm_({b}, 1.);  // scaled: a warning of the call that divides it
+  scaler.unscale_(first);
+  int answers = 0;
+  {
+    const AnsweredWarnings warnings([&] {
+      if (answers++ == 0) scaler.update();
+    });
+    scaler.unscale_(second);
+  }
+  ASSERT_GT(answers, 0);
+  EXPECT_FALSE(scaler.is_unscaled(first)) << "the iteration has ended";
+  EXPECT_TRUE(scaler.is_unscaled(second));
+  scaler.step(second);
+  EXPECT_TRUE(scaler.is_stepped(second));
+}
+
 /// With LibTorch's SGD, and with torchamp's.
 class StepOrder : public testing::TestWithParam<bool> {
  protected:
@@ -85,7 +119,7 @@ INSTANTIATE_TEST_SUITE_P(Sgd, StepOrder, testing::Bool(), [](const auto& test) {
   return std::string(test.param ? "Fused" : "LibTorchs");
 });
 
-TEST_P(StepOrder, ABackwardWithoutScaleIsToldOnceWhereAnEarlierIterationHadIt) {
+TEST_P(StepOrder, ABackwardWithoutScaleIsReportedOnceIfAnEarlierIterationHadIt) {
   iterate();
   EXPECT_THAT(warnings.text(), IsEmpty());
   for (int i = 0; i < 3; ++i) {
@@ -97,7 +131,7 @@ TEST_P(StepOrder, ABackwardWithoutScaleIsToldOnceWhereAnEarlierIterationHadIt) {
   EXPECT_EQ(times_told(warnings.text(), without_scale), 1U) << warnings.text();
 }
 
-TEST_P(StepOrder, AScaledLossThatIsNotUsedIsToldOnceFromTheFirstIterationOn) {
+TEST_P(StepOrder, AScaledLossThatIsNotUsedIsReportedOnceFromTheFirstIterationOn) {
   for (int i = 0; i < 3; ++i) {
     optimizer->zero_grad();
     const at::Tensor loss = loss_of(w);
@@ -130,7 +164,7 @@ TEST_P(StepOrder, AScaledLossThatIsUsedByASumOrAGradientIsRight) {
   EXPECT_THAT(warnings.text(), IsEmpty());
 }
 
-TEST_P(StepOrder, ABackwardWithoutScaleIsToldByUnscaleToo) {
+TEST_P(StepOrder, ABackwardWithoutScaleIsReportedByUnscale) {
   iterate();
   optimizer->zero_grad();
   loss_of(w).backward();
@@ -138,7 +172,7 @@ TEST_P(StepOrder, ABackwardWithoutScaleIsToldByUnscaleToo) {
   EXPECT_THAT(warnings.text(), HasSubstr(without_scale));
 }
 
-TEST_P(StepOrder, AClipOfScaledGradientsIsToldOnce) {
+TEST_P(StepOrder, AClipOfScaledGradientsIsReportedOnce) {
   for (int i = 0; i < 3; ++i) {
     optimizer->zero_grad();
     scaler.scale(loss_of(w)).backward();
@@ -149,7 +183,7 @@ TEST_P(StepOrder, AClipOfScaledGradientsIsToldOnce) {
   EXPECT_EQ(times_told(warnings.text(), clipped_scaled), 1U) << warnings.text();
 }
 
-TEST_P(StepOrder, AClipOfScaledGradientsIsToldThoughAClipWithTheScalerFollows) {
+TEST_P(StepOrder, AClipOfScaledGradientsIsReportedIfAClipWithTheScalerFollows) {
   scaler.scale(loss_of(w)).backward();
   torchamp::clip_grad_norm_(*optimizer, 1.);
   torchamp::clip_grad_norm_(scaler, *optimizer, 0.5);
@@ -157,7 +191,7 @@ TEST_P(StepOrder, AClipOfScaledGradientsIsToldThoughAClipWithTheScalerFollows) {
   EXPECT_EQ(times_told(warnings.text(), clipped_scaled), 1U) << warnings.text();
 }
 
-TEST_P(StepOrder, AClipOfScaledParametersOrValuesIsTold) {
+TEST_P(StepOrder, AClipOfScaledParametersOrValuesIsReported) {
   for (int form = 0; form < 3; ++form) {
     GradScaler own({.init_scale = 64.});
     const CollectedWarnings of_form;
@@ -171,7 +205,7 @@ TEST_P(StepOrder, AClipOfScaledParametersOrValuesIsTold) {
   }
 }
 
-TEST_P(StepOrder, AClipOfScaledGradientsByLibTorchsFunctionsIsToldOnce) {
+TEST_P(StepOrder, AClipOfScaledGradientsByLibTorchsFunctionsIsReportedOnce) {
   for (int form = 0; form < 3; ++form) {
     GradScaler own({.init_scale = 64.});
     const CollectedWarnings of_form;
@@ -231,7 +265,7 @@ TEST_P(StepOrder, OnlyTheFirstIterationsAreChecked) {
   }
 }
 
-TEST_P(StepOrder, AClipBeforeBackwardIsToldOnce) {
+TEST_P(StepOrder, AClipBeforeBackwardIsReportedOnce) {
   constexpr const char* too_early = "a clip in this iteration found no gradients";
   for (int form = 0; form < 4; ++form) {
     GradScaler own({.init_scale = 64.});
@@ -251,7 +285,7 @@ TEST_P(StepOrder, AClipBeforeBackwardIsToldOnce) {
   }
 }
 
-TEST_P(StepOrder, AClipBeforeBackwardIsNotToldWhereAnotherComesAfter) {
+TEST_P(StepOrder, AClipBeforeBackwardIsNotReportedIfAnotherComesAfter) {
   for (int form = 0; form < 4; ++form) {
     optimizer->zero_grad();
     torchamp::clip_grad_norm_(*optimizer, 1.);
@@ -268,7 +302,7 @@ TEST_P(StepOrder, AClipBeforeBackwardIsNotToldWhereAnotherComesAfter) {
   EXPECT_THAT(warnings.text(), IsEmpty());
 }
 
-TEST_P(StepOrder, AClipBeforeUnscaleIsTold) {
+TEST_P(StepOrder, AClipBeforeUnscaleIsReported) {
   scaler.scale(loss_of(w)).backward();
   torchamp::clip_grad_norm_(*optimizer, 1.);
   scaler.unscale_(*optimizer);
@@ -344,7 +378,7 @@ TEST_P(StepOrder, GradientsThatAreUnscaledWithinABackwardMayBeChangedThere) {
   EXPECT_TRUE(scaler.step(*optimizer));
 }
 
-TEST_P(StepOrder, DiscardForgetsWhatAScaledBackwardHasAddedToAlsoWhereTheGradientStays) {
+TEST_P(StepOrder, DiscardForgetsScaledGradientsEvenIfTheyStay) {
   scaler.scale(loss_of(w)).backward();
   scaler.unscale_(*optimizer);
   scaler.scale(loss_of(w)).backward();

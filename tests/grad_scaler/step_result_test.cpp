@@ -31,7 +31,7 @@ struct Fixture {
 
 }  // namespace
 
-TEST(StepResult, TellsWhetherTheOptimizerStepped) {
+TEST(StepResult, SaysWhetherTheOptimizerStepped) {
   for (const bool with_fused : {false, true}) {
     Fixture run;
     EXPECT_TRUE(run.step(1, with_fused));

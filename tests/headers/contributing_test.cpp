@@ -183,7 +183,7 @@ std::vector<Step> steps() {
   return found;
 }
 
-TEST(Contributing, DrawsTripsByFunctionsThatAreWhereItSays) {
+TEST(Contributing, DrawsPathsByFunctionsThatExistThere) {
   static const std::regex file(R"((\w+/)*[\w-]+\.h\b)");
   static const std::regex arguments(R"(\([^)]*\))");
   std::string at;
@@ -201,7 +201,7 @@ TEST(Contributing, DrawsTripsByFunctionsThatAreWhereItSays) {
     for (std::string name; std::getline(names, name, ',');) {
       const std::string last = last_name(name.substr(name.find_first_not_of(' ')));
       ++count;
-      // A step whose line names no file is in that of a step around it.
+      // If a step's line names no file, the step is in the file of the outer step.
       EXPECT_TRUE(is_word_of(text, last) || (found.empty() && is_word_of(all_texts(), last)))
           << name << " is not in " << at;
     }

@@ -199,7 +199,7 @@ std::size_t end_of_no_code(const std::string& text, std::size_t at) {
   return end + 1;
 }
 
-/// The text without comments, directives, strings and characters; lines stay where they are.
+/// The text without comments, directives, strings and characters; line numbers are unchanged.
 std::string code_of(const std::string& header) {
   const std::string text = '\n' + header;
   std::string code;
@@ -232,7 +232,7 @@ TEST(House, HasATopicForEveryHeaderAndAHeaderForEveryInclude) {
   }
 }
 
-// Without version.h, torchamp::detail would be another namespace than that of the version.
+// Without version.h, torchamp::detail would be another namespace than the version's.
 TEST(House, EveryHeaderWithInternalsBringsTheNamespaceOfTheVersion) {
   for (const auto& [name, text] : headers()) {
     if (name.ends_with("-inl.h") ||

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# The umbrella header stays light: it brings in neither all of <torch/torch.h> nor the standard headers that take long to
-# compile. Each header puts what it has into the namespace of its version.
-# A file that includes public headers and uses nothing of them gets no code of theirs: see .github/CONTRIBUTING.md,
-# Compiled once.
+# The umbrella header includes neither all of <torch/torch.h> nor standard headers that take long to compile. Each
+# header declares its names in the namespace of its version. If a file includes public headers and uses none of their
+# names, the compiler emits no code for them: see "Compiled once" in .github/CONTRIBUTING.md.
 #
 #   cmake -DSOURCE=DIR -DHEADERS=LIST -DCOMPILE=COMMAND… -DNM=COMMAND -DBUILD=DIR -P run.cmake
 
@@ -22,7 +21,8 @@ endforeach()
 
 file(GLOB public RELATIVE ${SOURCE}/include ${SOURCE}/include/torchamp/*.h ${SOURCE}/include/torchamp/distributed/*.h
      ${SOURCE}/include/torchamp/labs/*.h)
-# Not the code itself, what needs more than LibTorch, nor what registers itself and those that bring it.
+# Except compiled.h, headers that need more than LibTorch, and headers that register themselves or include such a
+# header.
 list(FILTER public EXCLUDE REGEX
      "/(compiled|fp8|nccl|policy_file|policy_text|precision_audit|process_group|weight_cache|weights_together)[.]h$")
 list(TRANSFORM public REPLACE "(.+)" "#include <\\1>\n")

@@ -23,7 +23,7 @@ namespace fs = std::filesystem;
 using ::testing::IsEmpty;
 using ::testing::Not;
 
-/// What these headers may hold beside the others, behind a condition of the preprocessor.
+/// Further names that these headers may have, within a condition of the preprocessor.
 const std::map<std::string, std::set<std::string>, std::less<>> layers{
     {"detail/core/base/system.h", {"dlfcn.h", "getenv", "dladdr", "dlopen"}},
     {"detail/extras/distributed/loopback.h", {"netinet/", "sys/", "unistd.h", "sigaction"}},

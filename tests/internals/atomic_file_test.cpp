@@ -50,7 +50,7 @@ TEST(AtomicFile, FlushesTheFileBeforeItIsRenamedAndTheFolderAfterwards) {
   EXPECT_EQ(content_of(folder / "file"), "new");
 }
 
-TEST(AtomicFile, LeavesTheOldFileWhereTheNewOneDoesNotReachTheDisk) {
+TEST(AtomicFile, LeavesTheOldFileIfTheNewOneDoesNotReachTheDisk) {
   const TemporaryFolder folder;
   replace(folder / "file", "old");
   {
@@ -66,7 +66,7 @@ TEST(AtomicFile, LeavesTheOldFileWhereTheNewOneDoesNotReachTheDisk) {
   EXPECT_EQ(folder.files(), 1);
 }
 
-TEST(AtomicFile, GoesOnWhereFoldersCannotBeFlushed) {
+TEST(AtomicFile, GoesOnIfFoldersCannotBeFlushed) {
   const TemporaryFolder folder;
   const Disk disk("fsync of the folder");
   replace(folder / "file", "new");
@@ -97,7 +97,7 @@ TEST(AtomicFile, TakesAnotherNameThanThatOfAFileThatIsThere) {
   EXPECT_EQ(content_of(folder / "file"), "new");
 }
 
-TEST(AtomicFile, TriesNoOtherNameWhereItCannotBeMade) {
+TEST(AtomicFile, TriesNoOtherNameIfItCannotBeCreated) {
   const TemporaryFolder folder;
   const Disk disk("open");
   EXPECT_ERROR(replace(folder / "file", "new"), "save: cannot create '");

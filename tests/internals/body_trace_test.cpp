@@ -31,7 +31,7 @@ std::string difference(const std::function<void()>& before, const std::function<
   return trace_of(before)->difference(*trace_of(after));
 }
 
-TEST(BodyTrace, TellsCallsNumbersShapesAndOuterTensorsApart) {
+TEST(BodyTrace, DistinguishesCallsNumbersShapesAndOuterTensors) {
   const at::Tensor x = torch::ones({2, 3}), other = torch::ones({2, 3});
   const auto same = [&] { (void)(x * 2. + x).sum(); };
   EXPECT_EQ(difference(same, same), "");
@@ -47,7 +47,7 @@ TEST(BodyTrace, TellsCallsNumbersShapesAndOuterTensorsApart) {
   EXPECT_NE(difference(rows(1), rows(2)), "");
 }
 
-TEST(BodyTrace, TellsListsOfIndicesApart) {
+TEST(BodyTrace, DistinguishesListsOfIndices) {
   const at::Tensor x = torch::ones({2, 3}), value = torch::ones({});
   const at::Tensor rows = torch::zeros({1}, torch::kLong), others = torch::ones({1}, torch::kLong);
   const auto rows_of = [&](const at::Tensor& at) { return [&x, at] { (void)x.index({at}); }; };
@@ -66,7 +66,7 @@ TEST(BodyTrace, TellsListsOfIndicesApart) {
               HasSubstr("with tensors of other shapes"));
 }
 
-TEST(BodyTrace, TellsWhereAnArgumentIsMissing) {
+TEST(BodyTrace, DistinguishesMissingArguments) {
   using torch::indexing::Slice;
   const at::Tensor x = torch::ones({3, 3}), at = torch::zeros({1}, torch::kLong);
   const at::Tensor value = torch::ones({1});
@@ -92,7 +92,7 @@ TEST(BodyTrace, TellsWhereAnArgumentIsMissing) {
               HasSubstr("aten::clamp takes another number"));
 }
 
-TEST(BodyTrace, TellsListsOfNumbersAndTextsApart) {
+TEST(BodyTrace, DistinguishesListsOfNumbersAndTexts) {
   const at::Tensor x = torch::ones({2, 2});
   const auto permute = [&](std::vector<int64_t> order) {
     return [&x, order] { (void)x.permute(order); };
@@ -108,7 +108,7 @@ TEST(BodyTrace, TellsListsOfNumbersAndTextsApart) {
               HasSubstr("it calls aten::einsum ij,kj->ik where the call before called"));
 }
 
-TEST(BodyTrace, TakesWhatTheBodyMakesForTheSameWhereverItIs) {
+TEST(BodyTrace, IgnoresTheAddressesOfTensorsThatTheBodyMakes) {
   const at::Tensor x = torch::ones({2, 3});
   at::Tensor kept;  // so that the second one is elsewhere
   const auto body = [&] {
@@ -119,7 +119,7 @@ TEST(BodyTrace, TakesWhatTheBodyMakesForTheSameWhereverItIs) {
   EXPECT_EQ(difference(body, body), "");
 }
 
-TEST(BodyTrace, LooksAtNoOpsThatOpsCallNorAtThoseWithoutGradients) {
+TEST(BodyTrace, IgnoresOpsInsideOpsAndOpsWithoutGradients) {
   const at::Tensor x = torch::ones({2, 3}), weight = torch::ones({4, 3}, torch::requires_grad());
   const auto body = [&](bool warm) {
     return [&, warm] {

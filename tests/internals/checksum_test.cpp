@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The two checksums of files: the zip format's, and the one that seals them.
+// The two checksums of files: the checksum of the zip format, and the checksum of the seal.
 #include <gtest/gtest.h>
 
 #include <algorithm>

@@ -39,7 +39,7 @@ TEST(PrecisionAuditChooser, LowersNothingWhoseCastsCostMoreThanItSaves) {
   EXPECT_EQ(chooser.us(choices[0].lowered), 10. + 6. + 10. + 5. + 1.);
 }
 
-TEST(PrecisionAuditChooser, TakesBackFirstWhatHasMostErrorForWhatItSaves) {
+TEST(PrecisionAuditChooser, RevertsFirstTheOpWithTheLargestErrorPerSavedTime) {
   using torchamp::detail::Chooser;
   // Errors for each microsecond: 0.1, 3, 0.5, and 2 for one that has the largest error.
   const Chooser chooser({{11., 1., 1.}, {2., 1., 3.}, {3., 1., 1.}, {6., 1., 10.}}, {});
@@ -121,7 +121,7 @@ TEST(PrecisionAudit, GivesTheReasonOfARule) {
   const std::string sums = "error 2, 20 us in fp32, 10 in 16 bits, 4 in casts";
   EXPECT_EQ(reason({usual, usual}, true), sums);
   EXPECT_EQ(reason({usual, usual}, false), sums);
-  // Each of them in a row that others follow, and told only of what stays in fp32.
+  // Each is in a row that others follow, and gets only the rows that stay in fp32.
   const auto of = [&](double AuditRow::*member, double value, bool lowered) {
     AuditRow row = usual;
     row.*member = value;

@@ -14,7 +14,7 @@ TEST(CudaVersions, OfOneMajorVersionFitButForGraphsBefore12Point4) {
   EXPECT_NO_THROW(check_cuda_headers(12010, 12030));
   EXPECT_ERROR(check_cuda_headers(12000, 12080),
                "this program was compiled with the headers of "
-               "CUDA 12.0, LibTorch with those of CUDA 12.8");
+               "CUDA 12.0, LibTorch with the headers of CUDA 12.8");
   EXPECT_ERROR(check_cuda_headers(11080, 13020), "Compile it with the headers of CUDA 13.2.");
 }
 
@@ -25,6 +25,6 @@ TEST(NcclVersions, OfOneMinorVersionFit) {
   EXPECT_NO_THROW(check_nccl_headers(version(2, 28, 3), version(2, 28, 9)));
   EXPECT_ERROR(check_nccl_headers(version(2, 28, 9), version(2, 30, 7)),
                "add_nccl: this program was compiled with the headers of NCCL 2.28.9, LibTorch with "
-               "those of NCCL 2.30.7");
+               "the headers of NCCL 2.30.7");
   EXPECT_ERROR(check_nccl_headers(version(1, 30, 7), version(2, 30, 7)), "NCCL 1.30.7");
 }

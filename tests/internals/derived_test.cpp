@@ -26,7 +26,7 @@ using torchamp::detail::WeightKeep;
 
 constexpr WeightForm form{WeightForm::Kind::cast, 15};
 constexpr WeightForm other_form{WeightForm::Kind::fp8, 15};
-constexpr WeightKeep always{.until = WeightKeep::Until::told, .region = 0};
+constexpr WeightKeep always{.until = WeightKeep::Until::dropped, .region = 0};
 
 /// A store that doubles weights, and counts how often.
 class Doubled {
@@ -62,7 +62,7 @@ TEST(DerivedWeights, MakesWhatDoesNotChangeOnce) {
   EXPECT_EQ(doubled.store.counts().bytes, 48);
 }
 
-TEST(DerivedWeights, SeesWritesThatLibtorchCounts) {
+TEST(DerivedWeights, DetectsWritesThatLibtorchCounts) {
   Doubled doubled;
   const auto weight = leaf({3, 4});
   const torch::NoGradGuard no_grad;
@@ -78,7 +78,7 @@ TEST(DerivedWeights, SeesWritesThatLibtorchCounts) {
   EXPECT_EQ(doubled.made, 5);
 }
 
-TEST(DerivedWeights, IsToldWhatLibtorchDoesNotCount) {
+TEST(DerivedWeights, TakesReportsOfWritesThatLibtorchDoesNotCount) {
   Doubled doubled;
   const auto weight = leaf({3, 4});
   const auto other = leaf({3, 4});
@@ -96,7 +96,7 @@ TEST(DerivedWeights, IsToldWhatLibtorchDoesNotCount) {
   EXPECT_EQ(doubled.made, 5);
 }
 
-TEST(DerivedWeights, IsToldOfChangesWhileItMakesSomething) {
+TEST(DerivedWeights, TakesReportsOfChangesWhileItMakesSomething) {
   DerivedWeights store;
   const auto weight = leaf({3});
   const auto make = [&](const Tensors&) { return Tensors{weight.detach() * 2}; };
@@ -146,7 +146,7 @@ TEST(DerivedWeights, MakesAgainWhatSomebodyHasWrittenTo) {
   doubled.expect_right(weight);
 }
 
-TEST(DerivedWeights, TellsViewsOfOneWeightApart) {
+TEST(DerivedWeights, DistinguishesViewsOfOneWeight) {
   Doubled doubled;
   const auto weight = leaf({4, 4});
   const torch::NoGradGuard no_grad;
@@ -163,10 +163,10 @@ TEST(DerivedWeights, TellsViewsOfOneWeightApart) {
   EXPECT_EQ(doubled.made, 12);
 }
 
-TEST(DerivedWeights, TellsFormsAndTensorsWithOneMemoryApart) {
+TEST(DerivedWeights, DistinguishesFormsAndTensorsWithOneMemory) {
   Doubled doubled;
   const auto weight = leaf({2});
-  const auto twin = weight.data();  // has a version counter of its own
+  const auto twin = weight.data();  // has its own version counter
   doubled.of(weight);
   EXPECT_EQ(doubled.made, 1);
   weight.detach().add_(1);  // twin's counter does not see it
@@ -214,7 +214,7 @@ TEST(DerivedWeights, KeepsAsLongAsWasAsked) {
   doubled.of(a, {Until::region_ends, region});
   doubled.of(b, {Until::region_ends, other_region});
   doubled.of(c, {Until::weights_step, region});
-  doubled.of(d, {Until::told, region});
+  doubled.of(d, {Until::dropped, region});
   doubled.of(d, {Until::region_ends, region});  // the longest counts
   doubled.of(leaf({1}), {Until::made, region});
   EXPECT_EQ(store.counts().bytes, 16);
@@ -255,7 +255,7 @@ TEST(DerivedWeights, KeepsWhatAnotherThreadHasMadeMeanwhileAsLongAsEitherAsked) 
   const auto region = store.begin_region();
   const auto make = [&](const Tensors&) { return Tensors{weight.detach() * 2}; };
   store.get(weight, form, {Until::region_ends, region}, [&](const Tensors& reusable) {
-    store.get(weight, form, {Until::told, region}, make);  // as another thread may
+    store.get(weight, form, {Until::dropped, region}, make);  // as another thread may
     return make(reusable);
   });
   store.end_region(region);
@@ -383,7 +383,7 @@ TEST(KeepOfThisThread, IsNothingInARegionThatBeganBeforeTheStore) {
     EXPECT_EQ(keep_of_this_thread().until, Until::region_ends);
     EXPECT_NE(keep_of_this_thread().region, 0U);
     const torchamp::AutocastGuard kept(torch::kCPU, {.cache = torchamp::WeightCache::kept});
-    EXPECT_EQ(keep_of_this_thread().until, Until::told);
+    EXPECT_EQ(keep_of_this_thread().until, Until::dropped);
   }
   EXPECT_EQ(keep_of_this_thread().until, Until::made);
 }

@@ -81,8 +81,8 @@ const std::string same_version = TORCHAMP_TEST_PLUGINS "/libdso_plugin.so";
 const std::string other_version = TORCHAMP_TEST_PLUGINS "/libdso_plugin_other_version.so";
 const std::string other_layout = TORCHAMP_TEST_PLUGINS "/libdso_plugin_other_layout.so";
 
-// Which part of the process is the first to use torchamp: each order needs a process of its own,
-// and tests/CMakeLists.txt runs this program once for each.
+// Which part of the process is the first to use torchamp: each order needs a separate process, and
+// tests/CMakeLists.txt runs this program once for each.
 std::string first_user() {
   const char* const first = std::getenv("TORCHAMP_TEST_FIRST");
   return first == nullptr ? "host" : first;
@@ -162,7 +162,7 @@ TEST_F(SharedLibraries, RegisterOneKernelForAProductOnACpu) {
   torchamp::set_cpu_products(torchamp::CpuProducts::fastest);
 }
 
-TEST_F(SharedLibraries, HearOfEachOthersSteps) {
+TEST_F(SharedLibraries, GetReportsOfEachOthersSteps) {
   if (first_user() == "dso_plugin_other_layout") GTEST_SKIP() << "the host cannot keep anything";
   using namespace torchamp::detail;
   for (const std::string& path : {same_version, other_version, other_layout}) {

@@ -8,7 +8,7 @@
 
 namespace {
 
-TEST(Environment, AFileIsAnErrorThatNamesTheHeaderWhereNoSourceFileReadsPolicies) {
+TEST(Environment, AFileIsAnErrorThatNamesTheHeaderIfNoSourceFileReadsPolicies) {
   EXPECT_ERROR(
       torchamp::detail::environment_policy("file:some.policy", /*read_file=*/nullptr),
       "TORCHAMP_POLICY is 'file:some.policy', and this program does not read policy files. "

@@ -128,7 +128,7 @@ std::ostream& operator<<(std::ostream& out, const Fp8Row& row) {
 }
 
 /// For each element of an operand: amax reads it, scaling reads it and writes a code. The second
-/// product takes a transposed copy of the codes, or, where rows have scales, a form of its own.
+/// product takes a transposed copy of the codes, or, if rows have scales, a separate form.
 int64_t least_bytes(Fp8Recipe recipe, int64_t of_element) {
   const int64_t form = 2 * of_element + 1;
   return form + (recipe == Fp8Recipe::rowwise ? form : 2);

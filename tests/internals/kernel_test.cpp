@@ -46,7 +46,7 @@ std::size_t kernels_on_cpu() {
   return torchamp::detail::shared_runtime().kernels[cpu].size();
 }
 
-TEST(AutocastKernel, IsNotNeededWhereLibTorchsListOfCudaAgrees) {
+TEST(AutocastKernel, IsNotNeededIfLibTorchsListOfCudaAgrees) {
   EXPECT_EQ(entry(Policy::torch().fp32({"softmax"}), "softmax.int", at::kCUDA), Cast::native);
   EXPECT_EQ(entry(Policy::torch().lower_precision({"softmax"}), "softmax.int", at::kCUDA),
             Cast::lower_precision);
@@ -109,7 +109,7 @@ TEST(AutocastKernel, LeavesAnOpThatIsSetBackToNativeToTheOpsThatItCalls) {
   EXPECT_EQ(at::einsum("ij,jk->ik", {x, x}).scalar_type(), at::kBFloat16);
 }
 
-TEST(RuleOfCall, IsUnchangedOutsideOfRegionsAndNativeWhereLibTorchDecides) {
+TEST(RuleOfCall, IsUnchangedOutsideOfRegionsAndNativeIfLibTorchDecides) {
   const auto rule = [] {
     return torchamp::detail::rule_of_call(op_named("mse_loss"), at::kCPU, {});
   };
@@ -121,7 +121,7 @@ TEST(RuleOfCall, IsUnchangedOutsideOfRegionsAndNativeWhereLibTorchDecides) {
 }
 
 // cuDNN's autocast kernel knows fp16 only: see Note [Recurrent layers].
-TEST(RecurrentLayers, AreCastToTheRegionsDtypeWhereCudasListsAreFollowed) {
+TEST(RecurrentLayers, AreCastToTheRegionsDtypeIfCudasListsAreFollowed) {
   for (const char* const op : {"lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input",
                                "rnn_tanh.data", "rnn_relu.input", "rnn_relu.data"}) {
     for (const at::DeviceType device : {at::kCUDA, at::kPrivateUse1}) {

@@ -155,7 +155,7 @@ TEST(Ops, DenseProductsAreInTheFamiliesOfLinearAndMatmulToo) {
   }
 }
 
-TEST(Ops, FamiliesHaveNamesOfTheirOwnAndAreNotEmpty) {
+TEST(Ops, FamiliesHaveDifferentNamesAndAreNotEmpty) {
   std::set<std::string_view> names;
   for (const OpFamily& family : ops::families) {
     EXPECT_TRUE(names.insert(family.name()).second) << family.name();

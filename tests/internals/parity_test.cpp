@@ -97,7 +97,7 @@ bool outcome_agrees(const std::string& recorded, const Outcome& outcome, bool ma
   return at == recorded.size() + 3;
 }
 
-/// What decides which kernels exist, as the script writes it; empty where it cannot be told.
+/// The facts that decide which kernels exist, as the script writes them; empty if they are unknown.
 std::string machine(at::DeviceType device) {
   if (device != at::kCPU) return {};
   std::string text = at::get_cpu_capability();
@@ -229,7 +229,8 @@ class Replay {
     }
   }
 
-  /// Registers kernels of all ops of the cases that can have one, and those of Policy::standard().
+  /// Registers kernels of all ops of the cases that can have one, and the kernels of
+  /// Policy::standard().
   void register_kernels() {
     if (installed_) return;
     std::set<std::string> ops;

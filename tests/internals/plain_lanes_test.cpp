@@ -48,7 +48,7 @@ TEST(PlainLanes, E4m3CodesAreTheNearestOnes) {
   }
 }
 
-TEST(PlainLanes, E4m3NumbersAreThoseOfTheirCodes) {
+TEST(PlainLanes, E4m3NumbersEqualTheirCodes) {
   for (std::uint32_t code = 0; code < 256; ++code) {
     const float number = e4m3_numbers(all_lanes<Words>(code))[3];
     if (std::isnan(e4m3.value(static_cast<int>(code)))) continue;

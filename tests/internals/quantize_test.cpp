@@ -54,7 +54,7 @@ TEST(Fp8Formats, DecodingKeepsTheLayoutOfATransposedMatrix) {
   EXPECT_EQ(values[1][2].item<float>(), e4m3.value(9));
 }
 
-TEST(Fp8Quantize, CodesAndScalesAreThoseOfASlowReferenceToTheBit) {
+TEST(Fp8Quantize, CodesAndScalesEqualASlowReferenceBitForBit) {
   at::manual_seed(1);
   for (const auto& [dtype, reference] : formats) {
     for (const at::ScalarType from : {at::kFloat, at::kBFloat16, at::kHalf}) {
@@ -203,7 +203,7 @@ std::vector<at::Tensor> layouts_of(const at::Tensor& matrix) {
   return {matrix, matrix.t().contiguous().t(), wide.slice(1, 0, matrix.size(1))};
 }
 
-/// Expects the codes of row `i` to be those of the slow reference.
+/// Expects the codes of row `i` to equal the codes of the slow reference.
 void expect_row(const at::Tensor& codes, const at::Tensor& matrix, int64_t i, double scale,
                 const SmallFormat& reference) {
   const at::Tensor bytes = codes[i].view(at::kByte).to(at::kInt);
@@ -218,7 +218,7 @@ double scale_of(const at::Tensor& numbers, const SmallFormat& reference) {
   return power_of_two_scale(std::fmax(largest_of(numbers), 0x1p-110), reference.largest());
 }
 
-TEST_P(Fp8QuantizeOn, CodesOfAMatrixAreThoseOfASlowReferenceInEachLayout) {
+TEST_P(Fp8QuantizeOn, CodesOfAMatrixEqualASlowReferenceInEachLayout) {
   SKIP_WITHOUT(GetParam());
   at::manual_seed(4);
   for (const auto& [dtype, reference] : formats) {
@@ -238,7 +238,7 @@ TEST_P(Fp8QuantizeOn, CodesOfAMatrixAreThoseOfASlowReferenceInEachLayout) {
   }
 }
 
-TEST_P(Fp8QuantizeOn, CodesOfRowsAreThoseOfASlowReferenceInEachLayout) {
+TEST_P(Fp8QuantizeOn, CodesOfRowsEqualASlowReferenceInEachLayout) {
   SKIP_WITHOUT(GetParam());
   at::manual_seed(5);
   for (const at::ScalarType from : {at::kFloat, at::kBFloat16}) {

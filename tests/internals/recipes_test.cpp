@@ -82,7 +82,7 @@ at::Tensor quantized(Fp8Recipe recipe, Fp8Operand operand, bool transposed,
   return values;
 }
 
-TEST(Fp8Recipes, ValuesAreThoseOfASlowReferenceToTheBit) {
+TEST(Fp8Recipes, ValuesEqualASlowReferenceBitForBit) {
   torch::manual_seed(1);
   const std::vector<std::vector<int64_t>> shapes = {{16, 32}, {5, 37}, {1, 1}, {3, 140}, {130, 3}};
   for (const Fp8Recipe recipe : recipes) {
@@ -113,7 +113,7 @@ TEST(Fp8Recipes, ValuesAreThoseOfASlowReferenceToTheBit) {
   }
 }
 
-TEST(Fp8Recipes, LayersAreThoseOfASlowReference) {
+TEST(Fp8Recipes, LayersEqualASlowReference) {
   torch::manual_seed(2);
   for (const Fp8Recipe recipe : recipes) {
     for (const auto& shape : {std::vector<int64_t>{3, 5, 7}, {17, 131, 20}}) {
@@ -147,7 +147,7 @@ TEST(Fp8Recipes, LayersAreThoseOfASlowReference) {
   }
 }
 
-TEST(Fp8Recipes, ProductsOfSmallIntegersAreExactWhereTheFormatHoldsThem) {
+TEST(Fp8Recipes, ProductsOfSmallIntegersAreExactIfTheFormatHoldsThem) {
   torch::manual_seed(3);
   for (const Fp8Recipe recipe : recipes) {
     const torch::Tensor x = torch::randint(-1, 2, {17, 40}).to(at::kFloat).requires_grad_();
@@ -363,7 +363,7 @@ TEST(Fp8Nvfp4, AMatrixRoundedAtRandomIsRightOnAverage) {
   }
 }
 
-TEST(Fp8Nvfp4, RandomNumbersAreThoseOfLibTorchsGeneratorAndDifferFromPlaceToPlace) {
+TEST(Fp8Nvfp4, RandomNumbersEqualLibTorchsGeneratorAndDifferFromPlaceToPlace) {
   // All numbers lie in the middle of two codes, but for the first of each block.
   at::Tensor matrix = at::full({64, 1040}, 2.5, at::kFloat);
   matrix.slice(1, 0, 1040, 16).fill_(6);
@@ -381,7 +381,7 @@ TEST(Fp8Nvfp4, RandomNumbersAreThoseOfLibTorchsGeneratorAndDifferFromPlaceToPlac
   EXPECT_FALSE(drawn.slice(1, 0, 512).equal(drawn.slice(1, 512, 1024)));
 }
 
-TEST(Fp8Nvfp4, TheHadamardTransformIsOrthogonalAndLeavesProductsAsTheyAre) {
+TEST(Fp8Nvfp4, TheHadamardTransformIsOrthogonalAndLeavesProductsUnchanged) {
   torch::manual_seed(6);
   const at::Tensor by = hadamard_transformed(at::eye(16));
   EXPECT_TRUE(by.mm(by.t()).equal(at::eye(16)));

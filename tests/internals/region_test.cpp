@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a region keeps of its thread, and whom it tells of its begin and end.
+// The state that a region restores, and the reports of its begin and end.
 #include <ATen/ATen.h>
 #include <ATen/ThreadLocalState.h>
 #include <gmock/gmock.h>
@@ -171,7 +171,7 @@ class Regions final : public detail::KeptWeights {
   std::set<std::uint64_t> open_;
 };
 
-TEST(AutocastGuard, TheOutermostTellsWhoKeepsThingsOfWeightsOfItsBeginAndEnd) {
+TEST(AutocastGuard, TheOutermostReportsItsBeginAndEndToCachesOfWeights) {
   const Regions regions;
   for (std::uint64_t i = 1; i <= 3; ++i) {
     const AutocastGuard outermost(at::kCPU);
@@ -185,7 +185,7 @@ TEST(AutocastGuard, TheOutermostTellsWhoKeepsThingsOfWeightsOfItsBeginAndEnd) {
   EXPECT_EQ(regions.begun(), 3U);
 }
 
-TEST(AutocastGuard, DestroyedByAnotherThreadItTellsOfItsEndAllTheSame) {
+TEST(AutocastGuard, DestroyedByAnotherThreadItStillReportsItsEnd) {
   const Regions regions;
   std::optional<AutocastGuard> guard;
   std::thread([&] { guard.emplace(at::kCPU); }).join();

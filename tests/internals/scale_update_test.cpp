@@ -152,7 +152,7 @@ std::vector<Case> cases() {
 
 }  // namespace
 
-TEST(ScaleUpdate, IsTheKernelsOnlyWhereNoOptionSaysMore) {
+TEST(ScaleUpdate, IsTheKernelsOnlyWithoutFurtherOptions) {
   using torchamp::detail::is_torch_update;
   EXPECT_TRUE(is_torch_update({}));
   EXPECT_FALSE(is_torch_update({.dynamic = false}));

@@ -87,7 +87,7 @@ TEST_F(Recorder, ReplaysOnItsDeviceAndLeavesTheCallersCurrent) {
   EXPECT_EQ(c10::impl::VirtualGuardImpl(at::kPrivateUse1).getDevice().index(), 0);
 }
 
-TEST_F(Recorder, AbandonsWhatWasBrokenOffWhereverThatWas) {
+TEST_F(Recorder, AbandonsAnInterruptedRecordingAtAnyPoint) {
   EXPECT_THROW(recorder_->record([] { throw std::out_of_range("mine"); }), std::out_of_range);
   EXPECT_THAT(made(), ElementsAre("begin on 1", "abandon on 1", "end of its life on 1"));
   for (const char* const failing : {"begin", "end"}) {

@@ -136,7 +136,7 @@ TEST(Table, EffectGivesTheDocumentedEffectOfEveryRowOnCpuAndCuda) {
         for (const at::DeviceType device : {at::kCPU, at::kCUDA}) {
           const auto rule = Rule::of(section, device == at::kCPU ? "cpu" : "cuda", op);
           if (!rule) continue;
-          // An op without a rule of its own has the effect of those that it calls.
+          // An op without its own rule has the effect of the ops that it calls.
           const Cast effect = rule->lookup == Cast::native ? rule->effect : rule->lookup;
           EXPECT_EQ(policy.effect(name, device), effect) << op_case.text << " on " << device;
           native += rule->lookup == Cast::native ? 1 : 0;
@@ -287,7 +287,7 @@ TEST_F(TableIsComplete, ForLibTorchsKernelsOfACpu) {
 
 TEST_F(TableIsComplete, ForTheFamiliesThatTheTableAddsToLibTorchs) {
   namespace detail = torchamp::detail;
-  // Tests of their own have what the cases cannot express: layers, sparse matrices, random numbers,
+  // Separate tests cover what the cases cannot express: layers, sparse matrices, random numbers,
   // and complex arguments.
   const std::set<std::string_view> elsewhere{detail::recurrent_layer.name(), detail::sparse.name(),
                                              detail::sampling.name(), detail::noisy.name()};

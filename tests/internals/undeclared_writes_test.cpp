@@ -178,7 +178,7 @@ std::optional<Stack> arguments_of_a_norm(const c10::FunctionSchema& schema) {
   return stack;
 }
 
-TEST(UndeclaredWrites, OfTheOpsWithRunningStatisticsThoseAreAllThatIsWrittenTo) {
+TEST(UndeclaredWrites, OpsWithRunningStatisticsWriteOnlyTheStatistics) {
   const CollectedWarnings of_deprecated_ops;
   const c10::InferenceMode without_autograd;
   std::set<std::string> writers;
@@ -209,8 +209,7 @@ struct NormRun {
   std::int64_t writes_in_evaluation = 0;  // to the mean; some before LibTorch 2.11, of what it is
 };
 
-// LibTorch's instance_norm narrows the statistics of a 16-bit input by itself where it has no
-// weight.
+// LibTorch's instance_norm narrows the statistics of a 16-bit input itself if it has no weight.
 TEST(UndeclaredWrites, StatisticsOfALoweredInstanceNormGoThroughNo16Bits) {
   for (const bool affine : {false, true}) {
     const auto weight = affine ? at::ones({3}) : at::Tensor();
@@ -314,7 +313,7 @@ TEST(UndeclaredWrites, ANormWithoutStatisticsFollowsItsWeightAsWell) {
   EXPECT_EQ(dtype_of(Policy::standard().lower_precision(ops::norm), at::kFloat), at::kBFloat16);
 }
 
-TEST(UndeclaredWrites, AFailedCallLeavesTheStatisticsAsTheyWere) {
+TEST(UndeclaredWrites, AFailedCallLeavesTheStatisticsUnchanged) {
   const at::Tensor mean = at::zeros({3}, at::kBFloat16), var = at::ones({3}, at::kBFloat16);
   const AutocastGuard guard(at::kCPU, {.policy = Policy::standard().fp32(ops::norm)});
   const std::pair versions{mean._version(), var._version()};

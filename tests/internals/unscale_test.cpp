@@ -131,7 +131,7 @@ TEST_P(Unscale, TakesPartsOfBoundedSizeThroughFp32) {
   for (const at::Tensor& gradient : gradients) EXPECT_TRUE((gradient == 2.).all().item<bool>());
 }
 
-TEST_P(CountedUnscale, MultipliesGradientsRightWhereMpsHadAKernelThatZeroesThem) {
+TEST_P(CountedUnscale, MultipliesGradientsCorrectlyWithoutTheKernelOfMpsThatZeroesThem) {
   const simulated::UnscaleKernelOfOldMps kernel;
   torchamp::detail::DeviceFacts mps = simulated::facts_like(at::kMPS);
   EXPECT_EQ(mps.unscales_fp16, TORCHAMP_LIBTORCH >= 213);

@@ -81,7 +81,7 @@ TEST(ZipCheck, AcceptsAFileAsItWasWritten) {
   EXPECT_NO_THROW(check({.count_on_this_disk = 0xffff, .count = 0xffff, .has_wide_end = true}));
 }
 
-TEST(ZipCheck, SeesCountsOfRecordsThatDisagree) {
+TEST(ZipCheck, DetectsCountsOfRecordsThatDisagree) {
   const char* const error = "it is damaged: its end.";
   EXPECT_ERROR(check({.count_on_this_disk = 1}), error);
   EXPECT_ERROR(check({.count = 1}), error);
@@ -93,7 +93,7 @@ TEST(ZipCheck, SeesCountsOfRecordsThatDisagree) {
   EXPECT_ERROR(check({.count_on_this_disk = 0, .count = 0}), directory);
 }
 
-TEST(ZipCheck, SeesAGapAnywhere) {
+TEST(ZipCheck, DetectsAGapAnywhere) {
   EXPECT_ERROR(check({.before_first = "four"}), "it is damaged: the place of a record.");
   EXPECT_ERROR(check({.before_second = "four"}), "it is damaged: the size of a record.");
   EXPECT_ERROR(check({.before_directory = "four"}), "it is damaged: the size of a record.");
@@ -102,7 +102,7 @@ TEST(ZipCheck, SeesAGapAnywhere) {
                "it is damaged: the place of its directory.");
 }
 
-TEST(ZipCheck, DoesWithoutCrcsOnlyWhereNoRecordHasOne) {
+TEST(ZipCheck, AcceptsMissingCrcsOnlyIfNoRecordHasOne) {
   EXPECT_NO_THROW(check({.records = {{"a/one", "first", false}, {"a/two", "second", false}}}));
   EXPECT_ERROR(check({.records = {{"a/one", "first", false}, {"a/two", "second"}}}),
                "it is damaged: 'a/one' in it is not as written.");

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Configures tests/libtorch in every situation in which a LibTorch is found, fetched or missed. PyPI is a folder with a
-# tiny wheel, LibTorch a folder with a version in it, so that nothing is downloaded.
+# Configures tests/libtorch in every situation: LibTorch is found, fetched or missing. Nothing is downloaded: PyPI is a
+# folder with a tiny wheel, and LibTorch is a folder with a version file.
 #
 #   cmake -DSOURCE=DIR -DWORK=DIR -DCXX=PATH -DPYTHON=PATH -P run.cmake
 
@@ -8,7 +8,7 @@ file(REMOVE_RECURSE ${WORK})
 file(MAKE_DIRECTORY ${WORK}/home ${WORK}/empty)
 set(failed 0)
 
-# ---- What the situations are made of --------------------------------------------------------------
+# ---- Parts of the situations ----------------------------------------------------------------------
 
 # A folder that looks like LibTorch `version`, with the given libraries.
 function(make_libtorch dir version)
@@ -40,7 +40,7 @@ function(make_wheel version)
             torch-${version}.dist-info WORKING_DIRECTORY ${tree} COMMAND_ERROR_IS_FATAL ANY)
 endfunction()
 
-# A program in place of Python: `line` is a shell script that sees Python's arguments.
+# A program that replaces Python: `line` is a shell script with Python's arguments.
 function(make_python path line)
   file(WRITE ${path} "#!/bin/sh\n${line}\n")
   file(CHMOD ${path} PERMISSIONS OWNER_READ OWNER_WRITE OWNER_EXECUTE)
@@ -61,7 +61,7 @@ function(make_cuda_libtorch dir major)
             ${dir}/torch/lib/libtorch_cuda.so COMMAND_ERROR_IS_FATAL ANY)
 endfunction()
 
-# Headers of CUDA `version` as far as they are looked at; with crt/, which NVIDIA's wheels lack, for a toolkit.
+# The parts of the headers of CUDA `version` that CMake reads. For a toolkit also crt/, which NVIDIA's wheels lack.
 function(make_cuda_headers include version)
   file(WRITE ${include}/cuda_runtime_api.h "#define CUDART_VERSION  ${version}\n")
   if(ARGN)
@@ -70,7 +70,7 @@ function(make_cuda_headers include version)
   endif()
 endfunction()
 
-# try(NAME EXPECT regex… [REFUSE regex…] [ENV …] [ARGS …]): configures once and looks at what is said.
+# try(NAME EXPECT regex… [REFUSE regex…] [ENV …] [ARGS …]): configures once and checks the output.
 function(try name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "" "EXPECT;REFUSE;ENV;ARGS")
   string(MAKE_C_IDENTIFIER ${name} id)
@@ -100,7 +100,7 @@ function(try name)
   message("passed: ${name}")
 endfunction()
 
-# The machine's Python, where the torch that it may have is not seen.
+# The machine's Python, without the torch that it may have.
 set(machine ${PYTHON})
 set(PYTHON ${WORK}/python)
 make_python(${PYTHON} "case \"$*\" in *find_spec*) set -- -S \"$@\";; esac; exec ${machine} \"$@\"")
@@ -118,7 +118,7 @@ make_wheel(2.11.0)
 set(site ${WORK}/wheel-2.11.0)
 set(cache ${WORK}/home/.cache/torchamp)
 
-# ---- What the user points at comes first ----------------------------------------------------------
+# ---- The LibTorch that the user names comes first -------------------------------------------------
 
 try("the prefix itself" ARGS -DCMAKE_PREFIX_PATH=${WORK}/given/libtorch
     EXPECT "RESULT CPU ${WORK}/given/libtorch" REFUSE fetching)
@@ -197,7 +197,7 @@ try("headers beside LibTorch's libraries first" ${on_cuda7} ${toolkits}
 try("headers that NVIDIA's wheel leaves out" ${on_cuda7} -DCUDAToolkit_ROOT=${WORK}/toolkit6
     EXPECT "headers in ${WORK}/cuda7/nvidia/cuda/include lack crt/host_defines.h.* CUDA graphs are left out" "RESULT CUDA")
 
-# CUDA 12's wheels: a folder for each library, and crt/ in the compiler's.
+# CUDA 12's wheels: a folder for each library, and crt/ in the compiler's wheel.
 file(WRITE ${WORK}/cuda7/nvidia/cuda_nvcc/include/crt/host_defines.h "")
 try("headers in the folder of NVIDIA's compiler" ${on_cuda7} -DCUDAToolkit_ROOT=${WORK}/toolkit6
     EXPECT "HEADERS [^ ]*${WORK}/cuda7/nvidia/cuda/include;${WORK}/cuda7/nvidia/cuda_nvcc/include --" REFUSE "left out")
@@ -226,7 +226,7 @@ try("XDG_CACHE_HOME" ENV XDG_CACHE_HOME=${WORK}/xdg EXPECT "RESULT CPU ${WORK}/x
 try("settings that forbid --target" ENV XDG_CACHE_HOME=${WORK}/xdg2 PIP_USER=1 PIP_PREFIX=${WORK}/p PIP_REQUIRE_VIRTUALENV=1
     EXPECT "RESULT CPU ${WORK}/xdg2/torchamp/libtorch-2.15.0/torch")
 
-# Two builds at once: one fetches, the other waits and takes what it brought.
+# Two builds at the same time: one fetches, the other waits and uses the result.
 make_python(${WORK}/slow "case \"$*\" in *'pip install'*) sleep 2;; esac; exec ${PYTHON} \"$@\"")
 set(both ${CMAKE_COMMAND} -E env XDG_CACHE_HOME=${WORK}/race PIP_NO_INDEX=1 PIP_FIND_LINKS=${WORK}/wheels ${CMAKE_COMMAND}
     -S ${SOURCE}/tests/libtorch -DTORCHAMP_SOURCE=${SOURCE} -DCMAKE_CXX_COMPILER=${CXX} -DTORCHAMP_CUDA=OFF
@@ -249,7 +249,7 @@ if(NOT seen STREQUAL "fetching libtorch;waiting for another build")
   set(failed 1)
 endif()
 
-# ---- What can go wrong ----------------------------------------------------------------------------
+# ---- Errors ---------------------------------------------------------------------------------------
 
 set(nowhere ENV XDG_CACHE_HOME=${WORK}/none)
 try("no Python" ${nowhere} ARGS -DCMAKE_DISABLE_FIND_PACKAGE_Python3=ON -UPython3_EXECUTABLE

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Mistakes with master weights: each is told, and what only looks like one is not.
+// Mistakes with master weights: each is reported. Correct programs cause no report.
 #include "torchamp/master_weights.h"
 
 #include <ATen/ATen.h>
@@ -56,7 +56,7 @@ INSTANTIATE_TEST_SUITE_P(Sgd, MasterMistakes, testing::Bool(), [](const auto& te
   return std::string(test.param ? "Fused" : "LibTorchs");
 });
 
-TEST_P(MasterMistakes, AFileThatIsLoadedIntoTheModelAloneIsToldOnce) {
+TEST_P(MasterMistakes, AFileThatIsLoadedOnlyIntoTheModelIsReportedOnce) {
   constexpr const char* text = "was written to since the last call";
   std::stringstream file;
   torch::save(net, file);
@@ -77,7 +77,7 @@ TEST_P(MasterMistakes, WeightsThatAreMadeOthersAloneAreTold) {
   EXPECT_THAT(warnings.text(), HasSubstr("the model's weight 'head.weight' was written to"));
 }
 
-TEST_P(MasterMistakes, WeightsThatAreTriedOutAndPutBackAreNotTold) {
+TEST_P(MasterMistakes, WeightsThatAreTriedAndRestoredAreNotReported) {
   const auto averages = clones(net->parameters());
   for (int i = 0; i < 3; ++i) {
     iterate();
@@ -182,7 +182,7 @@ TEST_P(MasterMistakes, GradientsThatAreTakenByOthersAfterUnscaleAreNone) {
 }
 
 /// LibTorch's zero_grad() leaves no trace where masters have no gradients.
-TEST(MasterMistakesOfFusedOptimizers, GradientsThatOutliveZeroGradAreToldOnce) {
+TEST(MasterMistakesOfFusedOptimizers, GradientsThatOutliveZeroGradAreReportedOnce) {
   constexpr const char* text = "when the optimizer's zero_grad() was called";
   Net net;
   MasterWeights masters(net, {.dtype = at::kBFloat16});
@@ -206,7 +206,8 @@ TEST(MasterMistakesOfFusedOptimizers, GradientsThatOutliveZeroGradAreToldOnce) {
   EXPECT_EQ(warnings.text().find(text), warnings.text().rfind(text));
 }
 
-TEST(MasterMistakesOfFusedOptimizers, GradientsThatAreDroppedOrLeftAloneAfterZeroGradAreNotTold) {
+TEST(MasterMistakesOfFusedOptimizers,
+     GradientsThatAreDroppedOrLeftAloneAfterZeroGradAreNotReported) {
   Net net;
   MasterWeights masters(net, {.dtype = at::kBFloat16});
   torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(0.1));

@@ -129,7 +129,7 @@ TEST(MasterWeights, RefuseAFileOfNumbersThatTheModelCannotHold) {
   EXPECT_TRUE(at::equal(whole->tensor, at::ones({2}, at::kLong)));
 }
 
-TEST(MasterWeights, StayAsTheyWereWhenLoadingFails) {
+TEST(MasterWeights, StayUnchangedWhenLoadingFails) {
   Net net;
   MasterWeights masters(net, {.dtype = at::kBFloat16});
   const auto values = clones(masters.parameters());
@@ -196,7 +196,7 @@ std::vector<Tensor> saved_values_of(const MasterWeights& masters) {
   return clones(plain->parameters());
 }
 
-TEST(MasterWeightsSimulated, LeaveTheModelAsItWasWhereMemoryRunsOut) {
+TEST(MasterWeightsSimulated, LeaveTheModelUnchangedIfMemoryRunsOut) {
   SKIP_WITHOUT(at::kPrivateUse1);
   for (const auto& options : all_options()) {
     const auto model = to_device(torch::nn::Linear(3, 2), simulated::sim0);
@@ -220,7 +220,7 @@ TEST(MasterWeightsSimulated, LeaveTheModelAsItWasWhereMemoryRunsOut) {
   }
 }
 
-TEST(MasterWeightsSimulated, LoadAllOrNothingWhereMemoryRunsOut) {
+TEST(MasterWeightsSimulated, LoadAllOrNothingIfMemoryRunsOut) {
   SKIP_WITHOUT(at::kPrivateUse1);
   for (const auto& options : all_options()) {
     const auto model = to_device(torch::nn::Linear(3, 2), simulated::sim0);

@@ -35,7 +35,7 @@ using master_nets::loss_of;
 using master_nets::Net;
 using torchamp::MasterWeights;
 
-TEST(MasterWeights, FreeTheModelsGradientsAndLeaveThoseOfFp32Parameters) {
+TEST(MasterWeights, FreeTheModelsGradientsButNotOfFp32Parameters) {
   Net net;
   MasterWeights masters(net, {.dtype = at::kBFloat16});
   loss_of(net, at::randn({8, 4})).backward();
@@ -48,7 +48,7 @@ TEST(MasterWeights, FreeTheModelsGradientsAndLeaveThoseOfFp32Parameters) {
   }
 }
 
-TEST(MasterWeightsSimulated, TakeAllGradientsOrNoneWhereMemoryRunsOut) {
+TEST(MasterWeightsSimulated, TakeAllGradientsOrNoneIfMemoryRunsOut) {
   SKIP_WITHOUT(at::kPrivateUse1);
   for (const auto storage : {torchamp::MasterStorage::full, torchamp::MasterStorage::split}) {
     const auto model = to_device(torch::nn::Linear(3, 2), simulated::sim0);
@@ -239,7 +239,7 @@ TEST(MasterWeights, SayThatTheModelsGradientsWereForgotten) {
   }
 }
 
-TEST(MasterWeights, MissNoGradientsWhereNoneAreToBeTaken) {
+TEST(MasterWeights, MissNoGradientsIfNoneAreToBeTaken) {
   Net net;
   MasterWeights masters(net, {.dtype = at::kBFloat16});
   torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(0.1));
@@ -268,7 +268,7 @@ TEST(MasterWeights, MissNoGradientsWhereNoneAreToBeTaken) {
   masters.copy_to_model();
 }
 
-TEST(MasterWeights, DropGradientsWithThoseOfTheModel) {
+TEST(MasterWeights, DropTheirGradientsAndTheModels) {
   torch::nn::Linear net(torch::nn::LinearOptions(1, 1).bias(false));
   const auto pass = [&](float x) { net->forward(at::full({1, 1}, x, at::kBFloat16)).backward(); };
   std::optional<MasterWeights> masters(std::in_place, net,

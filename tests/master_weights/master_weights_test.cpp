@@ -332,7 +332,7 @@ TEST(MasterWeights, RefuseTwoParametersInTheSameMemory) {
     torch::nn::Sequential net(torch::nn::Linear(2, 2), torch::nn::Linear(2, 2));
     const auto parameters = net->parameters();
     const Tensor flat = at::ones({12});
-    for (std::size_t i = 0; i < 4; ++i) {  // beside each other in one piece of memory
+    for (std::size_t i = 0; i < 4; ++i) {  // next to each other in one piece of memory
       const auto begin = static_cast<int64_t>(i / 2 * 6 + i % 2 * 4);
       parameters[i].set_data(
           flat.narrow(0, begin, parameters[i].numel()).view(parameters[i].sizes()));
@@ -344,7 +344,7 @@ TEST(MasterWeights, RefuseTwoParametersInTheSameMemory) {
     weights[2].set_data(weights[0]);
     EXPECT_ERROR(MasterWeights(tied, {.dtype = at::kBFloat16, .storage = storage}),
                  "MasterWeights: the parameters '0.weight' and '1.weight' are two tensors in the "
-                 "same memory, which the cast would part. Use one tensor in both places");
+                 "same memory, which the cast would separate. Use one tensor in both places");
     EXPECT_ERROR(
         MasterWeights(tied, {.dtype = at::kBFloat16, .keep_fp32 = {"0"}, .storage = storage}),
         "are two tensors in the same memory");

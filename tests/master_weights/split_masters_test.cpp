@@ -218,7 +218,7 @@ TEST(SplitMasters, TakeAThousandStepsOfAdamWAsFullOnesDo) {
   twins.expect_equal();
 }
 
-TEST_P(SplitMastersOnDevices, StayAsTheyAreWhenAStepIsSkipped) {
+TEST_P(SplitMastersOnDevices, StayUnchangedWhenAStepIsSkipped) {
   const Tensor numbers = telling_numbers();
   Twins twins(kind_named("adamw"), {numbers.to(device())});
   const Tensor high = bits_of(twins.model->weights[0]).clone();

@@ -113,7 +113,7 @@ TEST_P(CustomFunction, KeepsTheDtypeOfForwardsRegion) {
   EXPECT_EQ(backward_seen.mm, other);
 }
 
-TEST_P(CustomFunction, RunsItsBackwardWithoutAutocastWhereForwardHadNone) {
+TEST_P(CustomFunction, RunsItsBackwardWithoutAutocastIfForwardHadNone) {
   const auto x = input();
   const auto y = PlainSquare::apply(x);
   const AutocastGuard autocast(GetParam(), {.policy = Policy::standard().fp32({"relu"})});
@@ -367,7 +367,7 @@ struct Forgetful : AutocastFunction<Forgetful> {
   }
 };
 
-TEST(CustomFunctionErrors, TellsThatTheStateWasRemoved) {
+TEST(CustomFunctionErrors, NameTheRemovedState) {
   const auto y = Forgetful::apply(at::ones({2}).requires_grad_()).sum();
   y.backward({}, /*retain_graph=*/true);
   EXPECT_ERROR(y.backward(), "forward's autocast state is missing in ctx->saved_data. Leave its");
@@ -381,7 +381,7 @@ struct Overwriting : AutocastFunction<Overwriting> {
   }
 };
 
-TEST(CustomFunctionErrors, TellsThatTheStateWasReplaced) {
+TEST(CustomFunctionErrors, NameTheReplacedState) {
   const auto y = Overwriting::apply(at::ones({2}).requires_grad_()).sum();
   y.backward({}, /*retain_graph=*/true);
   EXPECT_ERROR(y.backward(), "forward's autocast state is missing in ctx->saved_data. Leave its");

@@ -73,7 +73,7 @@ TEST(ModulePolicies, MayMeetInASharedModuleIfTheyAreTheSame) {
                "one module is registered as 'a.0'");
 }
 
-TEST(ModulePolicies, OfASharedModuleItselfWinOverThoseOfItsSequentials) {
+TEST(ModulePolicies, OfASharedModuleWinOverPoliciesOfItsSequentials) {
   TiedImpl tied;
   ModulePolicies{{"a", tanh_in_fp32()}, {"b", Policy::torch()}, {"b.0", relu_in_fp32()}}.apply_to(
       tied);
@@ -112,7 +112,7 @@ TEST(ModulePolicies, AreDifferentIfAnyPartOfThemIs) {
   EXPECT_FALSE(may_meet(fp8, Policy::standard().fp32(torchamp::ops::dense)));
 }
 
-TEST(ModulePolicies, OfASequentialInASequentialHoldWhereItIsCalledDirectlyToo) {
+TEST(ModulePolicies, OfASequentialInASequentialHoldIfItIsCalledDirectly) {
   struct OuterImpl : nn::Module {
     struct InnerImpl : nn::SequentialImpl {
       using SequentialImpl::SequentialImpl;

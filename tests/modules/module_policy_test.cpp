@@ -122,7 +122,7 @@ TEST(ModulePolicies, DoNotSwitchAutocastOn) {
   EXPECT_EQ(net->head->seen, at::kBFloat16);
 }
 
-TEST(ModulePolicies, DoNotHoldWhereAutocastIsSwitchedOnByOtherMeansInside) {
+TEST(ModulePolicies, DoNotHoldIfAutocastIsSwitchedOnByOtherMeansInside) {
   struct RawImpl : nn::Module {
     at::Tensor forward(const at::Tensor& x) {
       const RawAutocast raw(at::kCPU, at::kBFloat16);
@@ -313,7 +313,7 @@ TEST(ModulePolicies, TakeAWildcardBehindABackslashForItself) {
   EXPECT_NE(model.head->module_policy()->policy, policy.data());
 }
 
-TEST(ModulePolicies, TellTheirEntriesInOrder) {
+TEST(ModulePolicies, ListTheirEntriesInOrder) {
   const ModulePolicies policies{{"head", relu_in_fp32()}, {"encoder.*", Policy::torch()}};
   const auto entries = policies.entries();
   ASSERT_EQ(entries.size(), 2U);

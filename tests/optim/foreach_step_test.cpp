@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Steps on a device that has no fused kernels: the simulated one, which is told so.
+// Steps on a device without fused kernels: the simulated device with that setting.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -49,7 +49,7 @@ TEST_P(ForeachStep, DividesAndSkipsAsAFusedKernelDoes) {
   }
 }
 
-TEST_P(ForeachStep, LeavesParametersAndStatesAsTheyWereWhateverTheGradientsHold) {
+TEST_P(ForeachStep, LeavesParametersAndStatesUnchangedWhateverTheGradientsHold) {
   for (const at::ScalarType dtype : {at::kFloat, at::kBFloat16}) {
     for (const int good_before : {0, 2}) {
       Pair pair(GetParam(), params(dtype));
@@ -72,7 +72,7 @@ TEST_P(ForeachStep, LeavesParametersAndStatesAsTheyWereWhateverTheGradientsHold)
         torch::save(*pair.fused, state_after);
         EXPECT_EQ(state_before.str().size(), state_after.str().size());
       }
-      // What a step makes of the state afterwards, beside an optimizer that skipped none.
+      // Compares the state after a step with an optimizer that has skipped no step.
       if (dtype != at::kFloat || good_before > 0) continue;
       pair.new_gradients(1., 1000);
       pair.plain->step();

@@ -29,7 +29,7 @@ static_assert(!std::is_copy_constructible_v<FusedAdam> && !std::is_copy_assignab
 // Not with LibTorch 2.6, whose own cannot be assigned.
 static_assert(std::is_move_assignable_v<FusedAdam> == std::is_move_assignable_v<Optimizer>);
 
-TEST(FusedAdam, StepsOnWhereItWasMovedTo) {
+TEST(FusedAdam, StepsAfterAMove) {
   torch::manual_seed(1);
   const Params params{param({3}), param({2, 2})};
   const Params plain_params = copies(params);
@@ -80,7 +80,7 @@ TEST_P(FusedOptimizers, CallNoMoreForMoreParameters) {
   }
 }
 
-TEST_P(FusedOptimizers, WriteTheirRatesForCapturedStepsOnlyWhereTheyChange) {
+TEST_P(FusedOptimizers, WriteTheirRatesForCapturedStepsOnlyIfTheyChange) {
   const Tensor p = param({3}, device());
   const auto optimizer = kind().fused({OptimizerParamGroup({p})});
   auto& captured = dynamic_cast<torchamp::CapturedStep&>(*optimizer);

@@ -113,7 +113,7 @@ TEST(FusedAdam, SavesNoGroupWithoutOptionsAsLibTorchsOwnDoesNot) {
   EXPECT_ERROR(optimizer.save(archive), "has_options()");
 }
 
-TEST_P(FusedOptimizers, RefuseForeignArchivesAndStayAsTheyWere) {
+TEST_P(FusedOptimizers, RefuseForeignArchivesAndStayUnchanged) {
   const Pair pair(kind(), params());
   for (int i = 0; i < 3; ++i) pair.random_step();
   const char* const not_ours = "::load: the archive does not hold what ";
@@ -253,7 +253,7 @@ void step_with_all(const Pair& pair, int times) {
   }
 }
 
-TEST_P(FusedOptimizers, StartAgainWhereTheirStatesWereClearedAsLibTorchsOwnDo) {
+TEST_P(FusedOptimizers, StartAgainIfTheirStatesWereClearedAsLibTorchsOwnDo) {
   Pair pair(kind(), params(), /*two_groups=*/true);
   step_with_all(pair, 3);
   if (kind().name.starts_with("adagrad")) {  // LibTorch's makes states in its constructor alone
@@ -359,7 +359,7 @@ TEST(FusedAdam, GoesOnFromAStateChangedThroughLibTorchsInterface) {
   }
 }
 
-TEST(FusedAdam, TellsACaptureOfStatesChangedThroughLibTorchsInterface) {
+TEST(FusedAdam, ReportsStatesChangedThroughLibTorchsInterfaceToACapture) {
   const Params params{param({3}), param({4}), param({2})};
   torchamp::FusedAdam optimizer(params);
   Optimizer& base = optimizer;

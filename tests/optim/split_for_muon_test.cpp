@@ -37,7 +37,7 @@ struct LanguageModelImpl : torch::nn::Module {
 };
 TORCH_MODULE(LanguageModel);
 
-/// The names of `tensors` among those of `named`.
+/// The names of `tensors` in `named`.
 template <class Named>
 std::vector<std::string> names_of(const std::vector<at::Tensor>& tensors, const Named& named) {
   std::vector<std::string> names;

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Policies for a Python process: operators.py loads this library beside Python's torch, which is
-// the same LibTorch.
+// Policies for a Python process: operators.py loads this library together with Python's torch,
+// which is the same LibTorch.
 #include <ATen/ATen.h>
 #include <torch/version.h>
 

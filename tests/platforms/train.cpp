@@ -69,7 +69,7 @@ std::vector<double> train(torch::ScalarType dtype, const Data& data) {
   return losses;
 }
 
-/// `train`'s last loss. Sets `dtype` to that of the model's outputs.
+/// The last loss of `train`. Sets `dtype` to the dtype of the model's outputs.
 double train_by_one_call(torchamp::TrainingStep& train, torch::nn::Sequential& model,
                          const Data& data, torch::ScalarType& dtype) {
   double loss = 0.;

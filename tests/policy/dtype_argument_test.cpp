@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // Every op with an optional `dtype` argument, as the running LibTorch declares them: under the rule
-// fp32 the result and the gradient are those of the same numbers in fp64.
+// fp32 the result and the gradient equal the result and the gradient of the same numbers in fp64.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/accumulate.h>

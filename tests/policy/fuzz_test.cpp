@@ -60,7 +60,7 @@ struct RandomPolicy {
   Policy policy = base;
   std::vector<Edit> edits;
 
-  /// Whether a predicate is in force: what always holds removes those before it.
+  /// Whether a predicate is active: an unconditional rule removes earlier predicates.
   bool has_predicate() const {
     std::set<std::string> asked;
     for (const Edit& edit : edits) {

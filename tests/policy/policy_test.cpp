@@ -35,7 +35,7 @@ TEST(Policy, StandardPutsAdditionsAndReductionsInFp32OnEveryDevice) {
   }
 }
 
-TEST(Policy, StandardFollowsTheCudaListsWhereADeviceHasNoKernel) {
+TEST(Policy, StandardFollowsTheCudaListsIfADeviceHasNoKernel) {
   const Policy policy = Policy::standard();
   EXPECT_EQ(policy.lookup("softmax", at::kCPU), Cast::fp32);
   EXPECT_EQ(policy.lookup("softmax", at::kCUDA), Cast::native);
@@ -228,7 +228,7 @@ TEST(Policy, AnOpThatCannotBeCastIsAnErrorThatSaysWhy) {
   EXPECT_ERROR(Policy::standard().fp32({"norm.ScalarOpt_dtype"}), "the caller names its dtype");
 }
 
-TEST(Policy, AFailedEditLeavesThePolicyAsItWas) {
+TEST(Policy, AFailedEditLeavesThePolicyUnchanged) {
   Policy policy = Policy::standard();
   EXPECT_ERROR(policy.fp32({"relu", "no_such_op"}), "no_such_op");
   EXPECT_EQ(policy.lookup("relu", at::kCPU), Cast::unchanged);
@@ -354,7 +354,7 @@ TEST(Policy, AnEditTakesARowForOpsInPlaceAway) {
   EXPECT_ERROR(Policy::standard().fp32("index_put_"), "cannot be cast");
 }
 
-TEST(Policy, MaskedFillIsInFp32WhereItsValueDoesNotFit) {
+TEST(Policy, MaskedFillIsInFp32IfItsValueDoesNotFit) {
   const at::Tensor mask = at::eye(2).to(at::kBool);
   const auto dtype = [&](at::ScalarType of, const at::Scalar& value) {
     return ones(of).masked_fill(mask, value).scalar_type();

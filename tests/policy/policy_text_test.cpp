@@ -116,7 +116,7 @@ TEST(PolicyText, WritesAUsersOwnFamilyByItsNames) {
   EXPECT_EQ(torchamp::to_text(Policy::torch().fp32(copy)), "policy torch\nfp32: ops::norm\n");
 }
 
-TEST(PolicyText, TellsAnOpOfALibraryCalledOpsFromAFamily) {
+TEST(PolicyText, DistinguishesAnOpOfALibraryCalledOpsFromAFamily) {
   static const auto library = [] {
     auto own = std::make_unique<torch::Library>(torch::Library::DEF, "ops", std::nullopt, __FILE__,
                                                 __LINE__);
@@ -178,7 +178,7 @@ TEST(PolicyText, ErrorsNameTheLineAndTheFault) {
   const auto expect = [](const std::string& text, const std::string& error) {
     EXPECT_ERROR((void)torchamp::parse_policy(text), error);
   };
-  expect("", "torchamp::parse_policy: the text is empty. It starts with 'policy standard'");
+  expect("", "torchamp::parse_policy: the text is empty. It must begin with 'policy standard'");
   expect("# nothing\n\n", "the text is empty");
   expect("fp32: mm\n", "line 1: 'fp32: mm' stands where 'policy standard' or 'policy torch' must");
   expect("policy fast\n", "line 1: 'policy fast' stands where");
@@ -215,7 +215,7 @@ TEST(PolicyText, APredicateThatALaterEditHasRemovedDoesNotMatter) {
   const torchamp::When sometimes{.predicate = [](const torchamp::OpCall&) { return true; }};
   Policy policy = Policy::standard().fp32({"pow"}, sometimes).unchanged({"relu"}).native({"pow"});
   EXPECT_EQ(torchamp::to_text(policy), "policy standard\nunchanged: relu\nnative: pow\n");
-  // Nor does it where another one is still there.
+  // Nor does it if another one still exists.
   policy.fp32({"tanh"}, {.dtype = at::kHalf});
   EXPECT_EQ(torchamp::to_text(policy),
             "policy standard\nunchanged: relu\nnative: pow\nfp32 when float16: tanh\n");

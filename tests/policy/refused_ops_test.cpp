@@ -26,8 +26,8 @@ struct Refused {
   std::function<at::Tensor(const at::Tensor&, const at::Tensor&)> call;
 };
 
-/// Runs each call, with arguments in the two 16-bit dtypes and in fp32 beside them, and expects
-/// fp32. `grad`: forward and backward.
+/// Runs each call, with arguments in the two 16-bit dtypes and in fp32, and expects fp32. `grad`:
+/// forward and backward.
 void expect_fp32(const std::vector<Refused>& calls, const at::Tensor& first,
                  const at::Tensor& second, bool grad = false) {
   for (const at::ScalarType region : {at::kBFloat16, at::kHalf}) {
@@ -131,7 +131,7 @@ TEST(RefusedOps, AnInverseShortTimeTransformTakesA16BitWindow) {
   }
 }
 
-TEST(RefusedOps, NoisyReluIsInFp32OnlyWhereACpuHasNoKernelForIt) {
+TEST(RefusedOps, NoisyReluIsInFp32OnlyIfACpuHasNoKernelForIt) {
   const at::Tensor x = at::linspace(-1, 1, 4);
   for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
     const AutocastGuard guard(at::kCPU, {.dtype = dtype});

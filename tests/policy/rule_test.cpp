@@ -61,7 +61,7 @@ TEST(When, TheLastRuleThatHoldsWins) {
   EXPECT_EQ(bf16()[0].relu().scalar_type(), at::kFloat);
 }
 
-TEST(When, WhereNoConditionHoldsTheRuleBelowIsInForce) {
+TEST(When, IfNoConditionHoldsTheRuleBelowApplies) {
   const auto never = [](const OpCall&) { return false; };
   const AutocastGuard guard(at::kCPU,
                             {.policy = Policy::standard()

@@ -9,17 +9,18 @@
 //     10 to 66 % = results/report.md | * | torchamp, bf16 | saved against fp32
 //     column time = results/report.md | $1 | torchamp, bf16 | time per step
 //     row bf16 = results/report.md | $column | torchamp, bf16 | time per step
-//     from ../17-underflow.cpp
+//     from ../labs/fp8.md
 //     -->
 //
-// CSV: the median of a column over the rows that have all these values. Markdown: heading, row and
-// column of a table; * is any. `column` and `row` name what a table's header and first cells say;
+// CSV: the median of a column over the rows that have all these values; the lowest and the highest
+// for "1 to 2 ms". Markdown: heading, row and column of a table; * is any. `column` and `row` name
+// what a table's header and first cells say;
 // the row of a report may be named by its first two cells, with a comma; a second such line is for
 // the second figure of each cell. $1 is the row's first cell, @1 the target of its link, $column
 // the header. "time [2]" is the second column of that name. A minus after = changes the sign.
-// `from` names the file that prints or holds the block's other figures; `by arithmetic` says that
-// nothing was measured. Either may follow a colon: <!-- figures: by arithmetic -->. --write puts
-// the sources' numbers in place of others.
+// `from` names a file that has the numbers of the block's other figures, with the same digits. It
+// may follow a colon: <!-- figures: from report.md -->. --write puts the sources' numbers in place
+// of others.
 
 #include <algorithm>
 #include <cmath>
@@ -30,6 +31,7 @@
 #include <map>
 #include <optional>
 #include <regex>
+#include <set>
 #include <sstream>
 #include <stdexcept>
 #include <string>
@@ -39,6 +41,12 @@ namespace {
 
 namespace fs = std::filesystem;
 using Strings = std::vector<std::string>;
+
+/// 12,345 becomes 12345.
+std::string without_commas(std::string number) {
+  number.erase(std::remove(number.begin(), number.end(), ','), number.end());
+  return number;
+}
 
 std::string trim(const std::string& text) {
   const auto begin = text.find_first_not_of(" \t");
@@ -94,8 +102,7 @@ double unit_of(const std::string& name) {
 }
 
 Number number_of(const std::string& text, std::size_t begin) {
-  std::string digits = text;
-  digits.erase(std::remove(digits.begin(), digits.end(), ','), digits.end());
+  const std::string digits = without_commas(text);
   const auto point = digits.find('.');
   const auto decimals = point == std::string::npos ? 0 : digits.size() - point - 1;
   return {begin, begin + text.size(), std::stod(digits), static_cast<int>(decimals)};
@@ -155,6 +162,7 @@ Strings cells_of(const std::string& line) {
   return cells;
 }
 
+// The values in ascending order.
 std::vector<double> of_csv(const fs::path& path, const Strings& wanted, const std::string& column) {
   const auto& lines = read_lines(path);
   const auto header = split(lines.at(0), ',');
@@ -175,10 +183,27 @@ std::vector<double> of_csv(const fs::path& path, const Strings& wanted, const st
       values.push_back(std::stod(fields.at(static_cast<std::size_t>(at))));
     }
   }
-  if (values.empty()) return {};
   std::sort(values.begin(), values.end());
-  const auto half = values.size() / 2;
-  return {values.size() % 2 ? values[half] : (values[half - 1] + values[half]) / 2};
+  return values;
+}
+
+double median(const std::vector<double>& ascending) {
+  const auto half = ascending.size() / 2;
+  return ascending.size() % 2 ? ascending[half] : (ascending[half - 1] + ascending[half]) / 2;
+}
+
+// The numbers of a text file, as they are written, without commas between thousands.
+const std::set<std::string>& numbers_in(const fs::path& path) {
+  static std::map<fs::path, std::set<std::string>> files;
+  auto& numbers = files[path];
+  if (!numbers.empty()) return numbers;
+  static const std::regex shape("[0-9]{1,3}(,[0-9]{3})+(\\.[0-9]+)?|[0-9]+(\\.[0-9]+)?");
+  for (const auto& line : read_lines(path)) {
+    for (std::sregex_iterator at(line.begin(), line.end(), shape), end; at != end; ++at) {
+      numbers.insert(without_commas(at->str()));
+    }
+  }
+  return numbers;
 }
 
 // The second of two equal headers gets " [2]".
@@ -190,7 +215,7 @@ Strings numbered(Strings header) {
   return header;
 }
 
-// The first two cells, where the first alone is not enough.
+// The first two cells, if the first one is not enough.
 std::string row_name(const Strings& cells) {
   return cells.size() > 1 ? cells[0] + ", " + cells[1] : cells.at(0);
 }
@@ -219,15 +244,13 @@ std::vector<double> of_report(const fs::path& path, const Strings& place) {
     static const std::regex shape("(-?[0-9][0-9,.e+]*)(?: (%|ms|us|s|MiB|GiB))?.*");
     std::smatch match;
     if (!std::regex_match(cell, match, shape)) continue;
-    auto digits = match[1].str();
-    digits.erase(std::remove(digits.begin(), digits.end(), ','), digits.end());
-    values.push_back(std::stod(digits) * unit_of(match[2].str()));
+    values.push_back(std::stod(without_commas(match[1].str())) * unit_of(match[2].str()));
   }
   return values;
 }
 
-// The values that a source, `PATH | …`, has.
-std::vector<double> values_of(std::string source, const fs::path& folder) {
+// The values that a source, `PATH | …`, has for a figure of so many numbers.
+std::vector<double> values_of(std::string source, const fs::path& folder, std::size_t count) {
   const bool negated = source.starts_with("-");
   auto parts = split(negated ? source.substr(1) : source, '|');
   const auto path = (folder / parts[0]).lexically_normal();
@@ -235,6 +258,7 @@ std::vector<double> values_of(std::string source, const fs::path& folder) {
   const bool csv = path.extension() == ".csv";
   if (parts.size() != (csv ? 2u : 3u)) throw std::runtime_error("not a source: " + source);
   auto values = csv ? of_csv(path, split(parts[0], ','), parts[1]) : of_report(path, parts);
+  if (csv && count == 1 && !values.empty()) values = {median(values)};
   if (negated) {
     for (auto& value : values) value = -value;
   }
@@ -257,7 +281,7 @@ struct Entry {
 struct Block {
   std::size_t begin, end;  // lines
   std::vector<Entry> entries;
-  bool other_source = false;
+  std::vector<fs::path> files;  // of `from`
 };
 
 class Page {
@@ -286,12 +310,10 @@ class Page {
   }
 
   void read_entry(Block& block, const std::string& line, std::size_t number) {
-    if (line == "by arithmetic") {
-      block.other_source = true;
-    } else if (line.starts_with("from ")) {
+    if (line.starts_with("from ")) {
       const auto source = path_.parent_path() / trim(line.substr(5));
-      if (!fs::exists(source)) tell(number, "there is no " + source.string());
-      block.other_source = true;
+      if (!fs::exists(source)) return tell(number, "there is no " + source.string());
+      block.files.push_back(source);
     } else if (const auto at = line.find(" = "); at != std::string::npos) {
       block.entries.push_back({trim(line.substr(0, at)), trim(line.substr(at + 3))});
     } else if (!line.empty()) {
@@ -322,7 +344,7 @@ class Page {
       } else if (line.empty() || line.starts_with("#")) {
         open = false;
       } else {
-        if (!open) found.push_back({i, i, {}, false});
+        if (!open) found.push_back({i, i, {}, {}});
         open = true;
         found.back().end = i + 1;
       }
@@ -336,9 +358,9 @@ class Page {
   }
 
   void compare(const Figure& figure, const std::string& source) {
-    auto values = values_of(source, path_.parent_path());
-    ++compared_;
     const auto wanted = figure.numbers.size();
+    auto values = values_of(source, path_.parent_path(), wanted);
+    ++compared_;
     if (values.empty()) return tell(figure.line, figure.text + ": nothing is at " + source);
     std::sort(values.begin(), values.end());
     if (wanted == 1 && values.front() != values.back()) {
@@ -364,6 +386,20 @@ class Page {
     }
   }
 
+  // A figure without an entry.
+  void look_for(const Figure& figure, const Block& block) {
+    if (block.files.empty()) return tell(figure.line, figure.text + ": has no source");
+    ++compared_;
+    for (const auto& number : figure.numbers) {
+      const auto digits =
+          without_commas(lines_[figure.line].substr(number.begin, number.end - number.begin));
+      if (std::none_of(block.files.begin(), block.files.end(),
+                       [&](const fs::path& file) { return numbers_in(file).count(digits) > 0; })) {
+        tell(figure.line, figure.text + ": " + digits + " is not in " + block.files[0].string());
+      }
+    }
+  }
+
   void check_prose(const Block& block) {
     std::vector<bool> used(block.entries.size());
     for (auto line = block.begin; line < block.end; ++line) {
@@ -375,8 +411,8 @@ class Page {
         if (entry != block.entries.end()) {
           used[static_cast<std::size_t>(entry - block.entries.begin())] = true;
           compare(figure, entry->source);
-        } else if (!block.other_source) {
-          tell(line, figure.text + ": has no source");
+        } else {
+          look_for(figure, block);
         }
       }
     }
@@ -445,7 +481,7 @@ class Page {
       }
     }
     for (const auto& figure : figures_of(lines_[block.begin], block.begin)) {
-      if (!block.other_source) tell(block.begin, figure.text + ": has no source");
+      look_for(figure, block);
     }
   }
 
@@ -462,14 +498,14 @@ class Page {
     std::erase_if(
         figures, [&](const Figure& f) { return f.begin < place.first || f.begin >= place.second; });
     if (figures.empty() && !sources.empty() &&
-        !values_of(sources[0], path_.parent_path()).empty()) {
+        !values_of(sources[0], path_.parent_path(), 1).empty()) {
       tell(line, "an empty cell of " + column + ", for which there is " + sources[0]);
     }
     for (std::size_t i = figures.size(); i-- > 0;) {
       if (i < sources.size()) {
         compare(figures[i], sources[i]);
-      } else if (!block.other_source) {
-        tell(line, figures[i].text + ": has no source");
+      } else {
+        look_for(figures[i], block);
       }
     }
   }

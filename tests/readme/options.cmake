@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # cmake -P options.cmake: the guide's tables of options have the members of TrainingStepOptions, CudaGraphOptions and
-# GradScalerOptions, in the order of their declaration, which designated initialisers need.
+# GradScalerOptions. They have the order of the declarations, because designated initialisers need this order.
 set(top ${CMAKE_CURRENT_LIST_DIR}/../..)
 
 function(compare struct header page)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake -DEXPECTED=FILE -P prints.cmake -- PROGRAM: must end with exit code 0 and print that file, numbers with three
-# decimals to within a tenth, or 0.005. An empty file: anything.
+# cmake -DEXPECTED=FILE -P prints.cmake -- PROGRAM: the program must end with exit code 0 and print this file. Numbers
+# with three decimals may differ by a tenth, or by 0.005. If the file is empty, the program may print anything.
 include(${CMAKE_CURRENT_LIST_DIR}/../../examples/support/program_arguments.cmake)
 program_arguments(command)
 execute_process(COMMAND ${command} OUTPUT_VARIABLE output COMMAND_ERROR_IS_FATAL ANY)

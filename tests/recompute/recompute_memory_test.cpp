@@ -40,8 +40,8 @@ Tensor gradient(const Tensor& loss, const Tensor& of) {
 
 // ---- Outputs that share memory -----------------------------------------------------------------
 
-/// The gradient of x, where the loss goes through h = x^2 and through the function's output of it,
-/// which was doubled in place.
+/// The gradient of x if the loss goes through h = x^2 and through the function's output of h, which
+/// was doubled in place.
 template <class Function>
 Tensor gradient_through_the_input(Function function, const Tensor& x) {
   const Tensor h = x * x;
@@ -196,7 +196,7 @@ TEST(CheckpointMemory, KeepsAnActivationFromWhichNoGradientComes) {
   EXPECT_TRUE(at::equal(gradient(checkpoint(function, x), w), at::ones({4})));
 }
 
-TEST(CheckpointMemory, GivesNoGradientWhereNoneArrives) {
+TEST(CheckpointMemory, GivesNoGradientIfNoneArrives) {
   const Tensor x = leaf({4});
   const Tensor y = checkpoint([](const Tensor& t) { return t.exp(); }, x);
   WithoutGradient::apply(y).sum().backward();
@@ -385,7 +385,7 @@ TEST(CheckpointMemory, TakesTheTensorsOfAListAsInputs) {
                "checkpoint: the function changed its 1. tensor input in place");
 }
 
-TEST(CheckpointMemory, LooksIntoMapsWithAnOrderOfTheirOwn) {
+TEST(CheckpointMemory, FindsTensorsInMapsWithTheirOwnOrder) {
   using Map = std::map<std::string, Tensor, std::greater<>>;
   const Tensor x = leaf({3});
   const Map result = checkpoint(

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How often, where and in what state a checkpointed function runs, and what it keeps meanwhile.
+// How often, on which thread and in which state a checkpointed function runs, and what it stores.
 #include <ATen/ATen.h>
 #include <gtest/gtest.h>
 #include <torch/nn/modules/activation.h>
@@ -140,7 +140,7 @@ TEST(Checkpoint, SurvivesALongChain) {
   }
 }
 
-TEST(Checkpoint, LetsErrorsOutAndStateAsItWas) {
+TEST(Checkpoint, ThrowsErrorsAndLeavesStateUnchanged) {
   const Tensor x = leaf({8});
   int calls = 0;
   const int fails_at[] = {1, 2};

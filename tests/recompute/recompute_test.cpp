@@ -286,7 +286,7 @@ TEST(Checkpoint, GivesTheSameGradientsUnderAutocastWithAWeightThatWasCastBefore)
         return h;
       },
       {x});
-  // Backward inside the region, where the cache holds casts of the weight.
+  // Backward inside the region: the cache holds casts of the weight.
   const auto of_weight = [&](bool checkpointed) {
     const torchamp::AutocastGuard autocast(at::kCPU);
     const Tensor h = call(

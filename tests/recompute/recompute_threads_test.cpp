@@ -73,12 +73,12 @@ void run_beside_each_other(const Tensor& weight,
   EXPECT_EQ(error, "");
 }
 
-TEST(CheckpointThreads, GiveTheirGradientsBesideThreadsThatCastTheSameWeight) {
+TEST(CheckpointThreads, GiveTheirGradientsWhileThreadsCastTheSameWeight) {
   const Tensor w = leaf({8, 8});
   run_beside_each_other(w, [w](const Tensor& t) { return at::linear(t, w).tanh(); });
 }
 
-TEST(CheckpointThreads, GiveTheirGradientsWhereTheFunctionAsksForTheCacheItself) {
+TEST(CheckpointThreads, GiveTheirGradientsIfTheFunctionSelectsTheCacheItself) {
   const Tensor w = leaf({8, 8});
   run_beside_each_other(w, [w](const Tensor& t) {
     const AutocastGuard cached(at::kCPU, {.cache_enabled = true});
@@ -97,7 +97,7 @@ Tensor shared_gradient(bool checkpointed, const AutocastOptions& options) {
   return gradients_of(at::linear(y, w), {w})[0];
 }
 
-TEST(CheckpointThreads, AddUpGradientsOfAWeightAsWhereEachUseHasACastOfItsOwn) {
+TEST(CheckpointThreads, AddGradientsOfAWeightAsIfEachUseHadItsOwnCast) {
   using torchamp::WeightCache;
   for (const WeightCache cache : std::vector<WeightCache>{WeightCache::none, WeightCache::region,
                                                           WeightCache::window, WeightCache::kept}) {

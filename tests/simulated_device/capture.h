@@ -58,7 +58,7 @@ class Capture {
   void add(Work work);
   /// Notes that a block of the pool becomes poison: it was allocated or freed.
   void add_poison(const Block& block);
-  /// The generator to rehearse with for `inner`, that of the device's default generator.
+  /// The generator for a rehearsal with `inner`, the device's default generator.
   const at::Generator& rehearsing(const at::Generator& inner);
 
   std::vector<Work> take_work();

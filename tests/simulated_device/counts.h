@@ -21,7 +21,7 @@ struct Totals {
 
 Totals totals();
 
-/// Counts from where it is made: `Counts counts; step(); EXPECT_EQ(counts.now().waits, 0);`
+/// Counts from its construction on: `Counts counts; step(); EXPECT_EQ(counts.now().waits, 0);`
 class Counts {
  public:
   Counts() : start_(totals()) {}

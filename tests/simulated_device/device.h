@@ -60,7 +60,7 @@ void move_in_place(at::Tensor& tensor, c10::Device device);
 
 }  // namespace simulated
 
-/// module.to(device), also where LibTorch refuses it: for the simulated accelerator.
+/// module.to(device), even if LibTorch rejects it: for the simulated accelerator.
 template <class M>
 M to_device(M module, c10::Device device) {
   if (device.type() != c10::kPrivateUse1) {

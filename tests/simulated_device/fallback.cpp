@@ -78,7 +78,7 @@ void register_fallback(torch::Library& all, torch::Library& aten) {
             torch::CppFunction::makeFromBoxedFunction<&convolution_backward>());
   aten.impl("index.Tensor", torch::CppFunction::makeFromBoxedFunction<&index>());
   aten.impl("native_dropout", torch::CppFunction::makeFromBoxedFunction<&dropout>());
-  // `_foreach_` ops would be taken apart for a device without kernels of its own.
+  // `_foreach_` ops would be split for a device without its own kernels.
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::_foreach_", 0) != 0) continue;
     aten.impl(c10::toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&any>());

@@ -12,8 +12,8 @@
 namespace simulated {
 
 /// What a stream was given between begin() and end(), to be done again in each replay; see
-/// Note [A capture]. As CUDA's: on a stream that is not the default one, from one thread, with
-/// memory of its own, which nobody else gets before reset().
+/// Note [A capture]. As CUDA's: on a stream that is not the default one, from one thread, with its
+/// own memory, which nothing else gets before reset().
 ///
 /// Where LibTorch has a registry of graphs (2.15), this is the device's.
 class Graph {

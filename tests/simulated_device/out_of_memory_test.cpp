@@ -269,7 +269,7 @@ TEST_F(OutOfMemory, ACheckpointOfMasterWeightsLoadsAllOrNothing) {
 
 /// What an optimizer on the host steps piece by piece, in several lists.
 struct StepByPieces {
-  /// Split weights, each group with a list of its own.
+  /// Split weights; each group has its own list.
   StepByPieces()
       : masters(net, {.dtype = at::kBFloat16, .storage = torchamp::MasterStorage::split}),
         parameters(masters.parameters()) {
@@ -321,7 +321,7 @@ TEST(OutOfHostMemory, AStepByPiecesIsCountedAndMadeOnceOrNotAtAll) {
   expect_same(run(true), run(false));
 }
 
-TEST_F(OutOfMemory, KeptCastsAreThoseOfTheWeightsAllTheSame) {
+TEST_F(OutOfMemory, KeptCastsStillFitTheWeights) {
   auto net = make_net();
   net->eval();
   const Tensor x = at::randn({8, 4}).to(sim0);

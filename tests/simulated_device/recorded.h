@@ -43,7 +43,7 @@ class RecordedKernel {
   void draws_from(std::size_t index, at::Generator generator) {
     generators_.emplace_back(index, std::move(generator));
   }
-  /// Its next result: memory of its own, or undefined for an argument, or a view of one.
+  /// Its next result: its own memory, or undefined for an argument, or a view of one.
   void returns(const at::Tensor& fresh) { results_.push_back(fresh); }
 
   void record(Capture& capture) &&;

@@ -116,7 +116,7 @@ TEST_F(SimulatedDevice, RunsAutocastOnCUDAsLists) {
   at::autocast::clear_cache();
 }
 
-TEST_F(SimulatedDevice, RunsBackwardInAThreadOfItsOwn) {
+TEST_F(SimulatedDevice, RunsBackwardInItsOwnThread) {
   const Tensor x = torch::ones({2}, on(sim0)).requires_grad_();
   const Tensor y = x * 2.;
   std::thread::id thread;
@@ -138,7 +138,7 @@ TEST_F(SimulatedDevice, MovesAModuleInPlace) {
 
 // ---- Memory ------------------------------------------------------------------------------------
 
-TEST_F(SimulatedDeviceDeathTest, DiesWhereTheHostTouchesItsMemory) {
+TEST_F(SimulatedDeviceDeathTest, DiesIfTheHostTouchesItsMemory) {
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   EXPECT_DEATH(
       {

@@ -248,7 +248,7 @@ TEST_F(SimulatedGraph, OrdersItsReplaysByStreamsAsOtherWork) {
   EXPECT_ERROR(graph_.replay(), "uses memory that stream 0 still writes");
 }
 
-TEST_F(SimulatedGraph, IsFoundWhereItIsDestroyedInTheMiddleOfACapture) {
+TEST_F(SimulatedGraph, IsReportedIfItIsDestroyedDuringACapture) {
   {
     Graph graph;
     const c10::StreamGuard guard(backend().getNewStream(sim0));

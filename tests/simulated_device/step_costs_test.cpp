@@ -274,7 +274,7 @@ TEST(StepCostsOf, AFirstStepOfSGDCostsNothingMoreOnceTheHostHasLearnedOfIt) {
       << "captured anew";
 }
 
-TEST(StepCostsOf, AClipMakesOneMoreWhereNormsAreSummedUpInFp64) {
+TEST(StepCostsOf, AClipMakesOneMoreIfNormsAreSummedUpInFp64) {
   SKIP_WITHOUT(at::kPrivateUse1);
   const simulated::Facts like_cuda(simulated::facts_like(at::kCUDA));
   const Names divides{"cat", "linalg_vector_norm", "div", "sub", "clamp_min", "mul"};
@@ -323,7 +323,7 @@ TEST(StepCostsOf, SkipsAreCountedByOneLaunchInEachIteration) {
   EXPECT_EQ(step.scaler.skips_in_a_row(), 0);
 }
 
-TEST(StepCostsOf, ALongRunOfSkipsIsToldWithoutAWaitEagerOrReplayed) {
+TEST(StepCostsOf, ALongRunOfSkipsIsReportedWithoutAWaitEagerOrReplayed) {
   SKIP_WITHOUT(at::kPrivateUse1);
   for (const auto& options :
        {torchamp::GradScalerOptions::skip_non_finite(), torchamp::GradScalerOptions::megatron()}) {

@@ -34,13 +34,13 @@ struct Accesses {
 };
 
 // Note [What is deferred]
-// Kernels run when they are launched: their results could not be known later, when their inputs
-// may be gone. What makes a stream asynchronous is told by clocks instead. Each stream counts its
-// work and knows how much of every other stream's it has waited for; work that uses what another
-// stream wrote, without having waited for it, is an error at once, where hardware would sometimes
-// give wrong numbers. What the host can see is deferred truly: a non-blocking copy to pinned memory
-// is written when something waits for it, or `host_runs_ahead` pieces of work later, and a
-// non-blocking copy from it looks then whether the host has left the memory alone.
+// Kernels run when they are launched: their results could not be known later, when their inputs may
+// be gone. Clocks model that a stream is asynchronous. Each stream counts its work and knows how
+// much of every other stream's it has waited for; work that uses what another stream wrote, without
+// having waited for it, is an error at once, where hardware would sometimes give wrong numbers.
+// What the host can see is deferred truly: a non-blocking copy to pinned memory is written when
+// something waits for it, or `host_runs_ahead` pieces of work later, and a non-blocking copy from
+// it looks then whether the host has left the memory alone.
 inline constexpr std::uint64_t host_runs_ahead = 64;
 
 // ---- Streams: 0 is sim:0's default stream, 1 is sim:1's, more are made on request ---------
@@ -100,7 +100,7 @@ void refuse_in_capture(int64_t stream, std::string_view what, bool breaks_it = t
 
 // ---- What could not be thrown ------------------------------------------------------------------
 
-/// Wrong uses seen where nothing can be thrown; each test that leaves some fails (see
+/// Wrong uses that were detected in code that cannot throw; each test that leaves some fails (see
 /// violations.cpp). Taking them clears them.
 std::vector<std::string> take_violations();
 void violated(std::string text);

@@ -8,7 +8,7 @@
 #include <iterator>
 #include <string>
 
-/// Expects a counted line of a table in the guide's page for contributors. Its counts are those of
+/// Expects a counted line of a table in the guide's page for contributors. Its counts are for
 /// LibTorch 2.15: for an earlier one, which may launch other kernels, the line is a property of the
 /// test.
 inline void expect_on_contributors_page(const std::string& line) {

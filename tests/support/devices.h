@@ -14,7 +14,7 @@ inline auto all_devices() {
   return ::testing::Values(at::kCPU, at::kCUDA, at::kPrivateUse1);
 }
 
-/// For tests of what only the simulated device counts, limits or can be told.
+/// For tests of counts, limits and settings that only the simulated device has.
 inline auto simulated_device() {
   return ::testing::Values(at::kPrivateUse1);
 }

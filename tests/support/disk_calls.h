@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Puts functions of its own in place of the C library's fsync, rename and open, for the whole
-// program; of files to be made anew alone that open.
+// Replaces the C library's fsync, rename and open by its own functions, for the whole program; of
+// files to be made anew alone that open.
 #pragma once
 
 #include <errno.h>

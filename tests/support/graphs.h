@@ -11,7 +11,7 @@
 #include "torchamp/detail/extras/graph/make_recorder.h"
 #include "torchamp/detail/extras/graph/recorder.h"
 
-/// The simulated device's graphs, where LibTorch has no registry that they could be in (2.11).
+/// The simulated device's graphs, for LibTorch without a registry of graphs (2.11).
 class UnregisteredGraph final : public torchamp::detail::DeviceGraph {
  public:
   void begin() override { graph_.begin(); }
@@ -35,7 +35,8 @@ inline bool has_graphs(at::DeviceType device) {
   return device != at::kCPU;
 }
 
-/// A CudaGraph on `device`: a real one where the device has graphs, on a CPU one that repeats.
+/// A CudaGraph on `device`: a real one if the device has graphs; on a CPU one that repeats the
+/// work.
 template <class Body>
 std::unique_ptr<torchamp::CudaGraph> make_graph(at::DeviceType device,
                                                 torchamp::CudaGraph::Optimizers optimizers,

@@ -6,9 +6,9 @@
 #include <ctime>
 #include <limits>
 
-/// How many times as much of this thread's CPU time `run(large)` takes as `run(small)`: about
-/// large / small where the cost grows with the size, its square where it grows with the size's. The
-/// shortest of three runs each: other programs on the machine do not count.
+/// How many times as much of this thread's CPU time `run(large)` takes as `run(small)`: about large
+/// / small if the cost grows with the size; its square if the cost grows with the size's square.
+/// The shortest of three runs each: other programs on the machine do not count.
 template <class Run>
 double growth(const Run& run, std::size_t small, std::size_t large) {
   const auto now = [] {

@@ -27,8 +27,8 @@ class GroupingStreams {
   std::locale before_;
 };
 
-/// While it lives, C's functions write 0.5 as 0,5 and read it so, where the system can make a
-/// locale for it: see is_there().
+/// While it lives, C's functions write 0.5 as 0,5 and read it so, if the system can make a locale
+/// for it: see is_there().
 class CommaOfC {
  public:
   CommaOfC() {

@@ -26,7 +26,7 @@ inline torch::nn::Sequential make_net() {
                                torch::nn::Linear(8, 2));
 }
 
-/// How it runs, beside the masters' options.
+/// How it runs, in addition to the masters' options.
 struct Run {
   bool takes_gradients = true;
   bool unscales = false;  ///< before every second clip

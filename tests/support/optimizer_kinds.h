@@ -27,7 +27,7 @@ using Groups = std::vector<OptimizerParamGroup>;
 using Params = std::vector<Tensor>;
 using Betas = std::tuple<double, double>;
 
-// ---- Kinds of optimizers, LibTorch's own beside ours --------------------------------------------
+// ---- Kinds of optimizers, LibTorch's own and ours -----------------------------------------------
 
 struct Kind {
   std::string name;

@@ -42,7 +42,7 @@ class PlainScaledSGD : public torch::optim::SGD, public torchamp::ScaledStep {
   at::Tensor given_scale, given_found_inf;
 };
 
-/// The same, but its step throws while it is told to.
+/// The same, but its step throws while `fails` is set.
 struct FailingScaledSgd : PlainScaledSGD {
   using PlainScaledSGD::PlainScaledSGD;
   at::Tensor step_scaled(const at::Tensor& grad_scale, const at::Tensor& found_inf) override {
@@ -52,7 +52,7 @@ struct FailingScaledSgd : PlainScaledSGD {
   bool fails = true;
 };
 
-/// SGD whose step throws while it is told to.
+/// SGD whose step throws on request.
 struct FailingSgd : torch::optim::SGD {
   using SGD::SGD;
   at::Tensor step(LossClosure closure = nullptr) override {

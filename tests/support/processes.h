@@ -34,7 +34,7 @@ inline std::optional<std::string> child_role() {
 #define SKIP_UNDER_AN_EMULATOR() \
   if (std::getenv("TORCHAMP_TEST_EMULATOR")) GTEST_SKIP() << "an emulator hangs at such a signal"
 
-/// The running test's body in a process of its own, in which child_role() is `role`. Killed and
+/// The running test's body in a separate process, in which child_role() is `role`. Killed and
 /// reaped at the end, if it has not ended by then.
 class ChildProcess {
  public:

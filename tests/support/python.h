@@ -13,7 +13,7 @@ struct Answer {
   std::string output;
 };
 
-/// Runs Python: $TORCHAMP_TEST_PYTHON, or the one that CMake found.
+/// Runs Python: $TORCHAMP_TEST_PYTHON, or the Python that CMake found.
 inline Answer python(const std::string& arguments) {
   const char* const chosen = std::getenv("TORCHAMP_TEST_PYTHON");
 #ifdef TORCHAMP_TEST_PYTHON

@@ -5,7 +5,7 @@
 #include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 
-/// A region as code makes it that uses at::autocast and has never heard of torchamp.
+/// A region of code that uses at::autocast without torchamp.
 class RawAutocast {
  public:
   RawAutocast(at::DeviceType device, at::ScalarType dtype)

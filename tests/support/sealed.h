@@ -6,7 +6,7 @@
 
 #include "torchamp/detail/extras/io/archive_file.h"
 
-/// The bytes of an archive, sealed as those of a TrainingCheckpoint are.
+/// The bytes of an archive, sealed like a TrainingCheckpoint.
 inline std::string sealed(const std::string& bytes) {
   std::string result;
   torchamp::detail::SealedWriter writer([&](const void* data, std::size_t size) {

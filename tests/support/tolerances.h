@@ -27,7 +27,8 @@ inline Tolerance tolerance(at::ScalarType dtype) {
   }
 }
 
-/// Expects equal shapes and values within the tolerance of `dtype` (by default that of `actual`).
+/// Expects equal shapes and values within the tolerance of `dtype` (by default the dtype of
+/// `actual`).
 inline void expect_close(const at::Tensor& actual, const at::Tensor& expected,
                          std::optional<at::ScalarType> dtype = std::nullopt) {
   ASSERT_EQ(actual.sizes(), expected.sizes());

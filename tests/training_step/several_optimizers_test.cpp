@@ -274,6 +274,26 @@ TEST(SeveralOptimizers, UnscaleWhatIsAddedToOneLater) {
   EXPECT_TRUE(at::allclose(parameters[2], expected, 1e-4, 1e-6));
 }
 
+TEST(SeveralOptimizers, AreNamedAsTheOptimizersOfATrainingStepInErrors) {
+  for (const bool is_fused : {true, false}) {
+    Net net = make_net(at::kCPU);
+    const Pointers all =
+        is_fused ? six<FusedAdam>(net->parameters()) : six<torch::optim::Adam>(net->parameters());
+    torchamp::GradScaler scaler({.init_scale = 64.});
+    TrainingStep train(net, refs(all), {.dtype = at::kFloat, .scaler = scaler});
+    const auto batch = batch_of(at::kCPU, 0);
+    const auto unscales = [&] {
+      scaler.scale(loss_of(net, batch)).backward();
+      scaler.unscale_(*all.front());
+      return loss_of(net, batch);
+    };
+    EXPECT_ERROR(train(unscales),
+                 std::string("of this optimizer, the optimizers of a TrainingStep, holds a part "
+                             "that was unscaled for another optimizer, ") +
+                     (is_fused ? "FusedAdam, " : "torch::optim::Adam, "));
+  }
+}
+
 TEST(SeveralOptimizers, AreNumberedAndMustNotShareParameters) {
   Net net = make_net(at::kCPU);
   const auto parameters = net->parameters();

@@ -104,7 +104,7 @@ TEST(TrainingGroup, GoesOnAfterABackwardInTheFunction) {
   }
 }
 
-TEST(TrainingGroup, DropsTheWindowOfShardedMastersWhoseFunctionFailsAfterABackwardOfItsOwn) {
+TEST(TrainingGroup, DropsTheWindowOfShardedMastersIfTheFunctionFailsAfterItsOwnBackward) {
   if (ran_in_processes(2)) return;
   const auto group = make_group();
   const auto options = [&] {
@@ -240,7 +240,7 @@ TEST(TrainingGroup, GoesOnFromAFileOfAllProcessesAsIfItHadNotBeenStopped) {
   }
 }
 
-TEST(TrainingGroup, RefusesAtConstructionWhatCannotBe) {
+TEST(TrainingGroup, RefusesInvalidOptionsAtConstruction) {
   if (ran_in_processes(1)) return;
   const auto group = make_group();
   Net net = make_net(at::kCPU);

@@ -96,7 +96,7 @@ TEST_P(FunctionOfATrainingStep, ThatCallsBackwardOfAPartIsAnError) {
                "train.scaler().scale(loss).backward()");
 }
 
-TEST_P(FunctionOfATrainingStep, ThatCallsBackwardWithAFixedScaleOfOneIsToldOnce) {
+TEST_P(FunctionOfATrainingStep, ThatCallsBackwardWithAFixedScaleOfOneIsReportedOnce) {
   Net net = make_net(GetParam());
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   TrainingStep train(net, optimizer, {.dtype = at::kBFloat16});
@@ -107,7 +107,7 @@ TEST_P(FunctionOfATrainingStep, ThatCallsBackwardWithAFixedScaleOfOneIsToldOnce)
   }
 }
 
-TEST_P(FunctionOfATrainingStep, ThatCallsBackwardLaterInAWindowIsToldOnce) {
+TEST_P(FunctionOfATrainingStep, ThatCallsBackwardLaterInAWindowIsReportedOnce) {
   Net net = make_net(GetParam());
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   TrainingStep train(net, optimizer, scaled(2));
@@ -119,7 +119,7 @@ TEST_P(FunctionOfATrainingStep, ThatCallsBackwardLaterInAWindowIsToldOnce) {
     loss(net).backward();  // between two calls, as another model's step does
     train([&] { return loss(net); });
   }
-  constexpr const char* text = "or a backward() beside the TrainingStep";
+  constexpr const char* text = "or a backward() outside of the TrainingStep";
   EXPECT_NE(warnings.text().find(text), std::string::npos) << warnings.text();
   EXPECT_EQ(warnings.text().find(text), warnings.text().rfind(text));
 }
@@ -137,7 +137,7 @@ TEST(FunctionOfATrainingStepInAWindow, ThatClearsGradientsIsAnErrorAlthoughItSca
                "are gone");
 }
 
-TEST(FunctionOfATrainingStepInAWindow, ThatClearsGradientsIsToldWhereItsOwnLossMakesThemAnew) {
+TEST(FunctionOfATrainingStepInAWindow, ThatClearsGradientsIsReportedIfItsLossMakesNewOnes) {
   const CollectedWarnings warnings;
   Net net = make_net(at::kCPU);
   torch::optim::SGD optimizer(net->parameters(), 0.1);
@@ -201,7 +201,7 @@ TEST_P(FunctionOfATrainingStep, ThatReturnsAScaledLossIsAnErrorThatLeavesTheWind
   }
 }
 
-// ---- Calls of the scaler beside it --------------------------------------------------------------
+// ---- The program's own calls of the scaler ------------------------------------------------------
 
 /// The texts of errors and warnings that `call` gives.
 std::string texts_of(const auto& call) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a TrainingStep takes from headers of their own: masters, files, schedulers, graphs, a log.
+// Parts of a TrainingStep with their own headers: masters, files, schedulers, graphs, a log.
 #include <gmock/gmock.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
@@ -133,7 +133,7 @@ TEST(TrainingStep, GoesOnWithMastersAfterAnException) {
   training_steps::expect_same_weights(shaken, calm);
 }
 
-TEST(TrainingStep, DropsTheWindowOfMastersWhoseFunctionFailsAfterABackwardOfItsOwn) {
+TEST(TrainingStep, DropsTheWindowOfMastersIfTheFunctionFailsAfterItsOwnBackward) {
   for (const auto& [storage, main_gradients] : {std::pair(MasterStorage::full, false),
                                                 {MasterStorage::full, true},
                                                 {MasterStorage::split, false}}) {
@@ -189,7 +189,7 @@ TEST(TrainingStep, RefusesMastersThatCannotBeBeforeTheModelIsCast) {
   const MasterWeightsOptions options{.dtype = at::kBFloat16};
   EXPECT_ERROR(TrainingStep(net, sgd, {.masters = options}), "Pass a function that creates it");
   EXPECT_ERROR(TrainingStep(net, fused, {.dtype = at::kHalf, .masters = options}),
-               "that of the masters' model BFloat16");
+               "the masters' dtype is BFloat16");
   EXPECT_EQ(net->first->weight.scalar_type(), at::kFloat);
 }
 
@@ -230,7 +230,7 @@ const std::vector<std::pair<std::string, Fail>> failures{
        TrainingStep(net, fused, {.masters = masters, .log = "/no/such/folder/run.csv"});
      }}};
 
-TEST(TrainingStep, LeavesTheModelAsItWasWhereItsConstructionFails) {
+TEST(TrainingStep, LeavesTheModelUnchangedIfItsConstructionFails) {
   for (const auto& [what, fail] : failures) {
     for (const MasterWeightsOptions& masters :
          {MasterWeightsOptions{.dtype = at::kHalf},
@@ -343,7 +343,7 @@ TEST(TrainingStep, RefusesAFileOfWhichOnlyOneSideHasAScheduler) {
       EXPECT_ERROR((void)of_program.load(), "scheduler");
     }
   }
-  // A program with a scheduler beside a TrainingStep adds it itself.
+  // If a program has a scheduler outside of the TrainingStep, it adds the scheduler itself.
   Net net = make_net(at::kCPU);
   torch::optim::SGD optimizer(net->parameters(), 0.2);
   torch::optim::StepLR beside(optimizer, 1, 0.5);
@@ -360,7 +360,7 @@ struct Counting {
   int steps = 0;
 };
 
-TEST(TrainingStep, StepsTheSchedulerWhereTheStepWasNotSkipped) {
+TEST(TrainingStep, StepsTheSchedulerIfTheStepWasNotSkipped) {
   Net net = make_net(at::kCPU);
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   Counting counting;

@@ -126,7 +126,7 @@ TEST_P(OnDevice, TrainsAsTheIterationWrittenByHandBitForBit) {
   }
 }
 
-TEST_P(Counted, ReadsNothingWithAFusedOptimizerUnlessItIsAsked) {
+TEST_P(Counted, ReadsNothingWithAFusedOptimizerWithoutAQuery) {
   Net net = make_net(GetParam());
   torchamp::FusedAdamW optimizer(net->parameters(), torch::optim::AdamWOptions(0.01));
   TrainingStep train(net, optimizer, {.dtype = at::kHalf, .max_grad_norm = 1.});
@@ -139,7 +139,7 @@ TEST_P(Counted, ReadsNothingWithAFusedOptimizerUnlessItIsAsked) {
   EXPECT_GT(counts.now().waits, 0);
 }
 
-TEST_P(OnDevice, LaunchesWhatItsPartsLaunchAndReadsNoMore) {
+TEST_P(OnDevice, LaunchesAndReadsNoMoreThanItsParts) {
   if (GetParam() != at::kPrivateUse1)
     GTEST_SKIP() << "launches are counted on the simulated device";
   for (const auto& [name, make] : kinds()) {
@@ -266,7 +266,7 @@ TEST(TrainingStep, SaysThatAWindowWasLeftOpen) {
   EXPECT_THAT(warnings.text(), testing::Not(testing::HasSubstr("Accumulation")));
 }
 
-TEST(TrainingStep, BeginsAWindowWithoutTheGradientsThatItFinds) {
+TEST(TrainingStep, BeginsAWindowWithoutPresentGradients) {
   for (const std::int64_t parts : {1, 2}) {
     Net clean = make_net(at::kCPU), dirty = make_net(at::kCPU);
     torch::optim::SGD optimizer(clean->parameters(), 0.1), other(dirty->parameters(), 0.1);
@@ -310,7 +310,7 @@ TEST(TrainingStep, GoesOnAfterAnExceptionOfTheFunctionAsIfItHadNotBeenCalled) {
   }
 }
 
-/// Fails in backward, as often as it is told to.
+/// Fails in backward, as often as requested.
 struct Failing : torch::autograd::Function<Failing> {
   static Tensor forward(torch::autograd::AutogradContext*, const Tensor& x) { return x.clone(); }
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext*,
@@ -345,7 +345,7 @@ TEST(TrainingStep, DropsTheWindowWhoseBackwardFails) {
   }
 }
 
-TEST(TrainingStep, DropsTheWindowWhoseFunctionFailsAfterABackwardOfItsOwn) {
+TEST(TrainingStep, DropsTheWindowIfTheFunctionFailsAfterItsOwnBackward) {
   for (const std::int64_t parts : {1, 2}) {
     Net calm = make_net(at::kCPU), shaken = make_net(at::kCPU);
     torchamp::FusedAdamW optimizer(calm->parameters()), other(shaken->parameters());
@@ -414,7 +414,7 @@ TEST(TrainingStep, GoesOnAfterALimitOfTheScaler) {
 
 // ---- Evaluation ---------------------------------------------------------------------------------
 
-TEST(TrainingStep, EvaluatesUnderTheGuardWithoutGradientsAndPutsEveryModeBack) {
+TEST(TrainingStep, EvaluatesUnderTheGuardWithoutGradientsAndRestoresEveryMode) {
   Net net = make_net(at::kCPU);
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   TrainingStep train(net, optimizer, {.dtype = at::kBFloat16, .micro_batches = 2});
@@ -524,7 +524,7 @@ TEST(TrainingStep, HasAFactoryMakeTheOptimizer) {
   EXPECT_NE(dynamic_cast<torchamp::FusedAdamW*>(&of_names.optimizer()), nullptr);
 }
 
-TEST(TrainingStep, TakesInputsWhereNothingIsCapturedToo) {
+TEST(TrainingStep, TakesInputsEvenIfNothingIsCaptured) {
   Net one = make_net(at::kCPU), two = make_net(at::kCPU);
   torch::optim::SGD first(one->parameters(), 0.1), second(two->parameters(), 0.1);
   TrainingStep train_one(one, first, {.dtype = at::kFloat});
@@ -539,7 +539,7 @@ TEST(TrainingStep, TakesInputsWhereNothingIsCapturedToo) {
 
 // ---- What cannot be -----------------------------------------------------------------------------
 
-TEST(TrainingStep, RefusesAtConstructionWhatCannotBe) {
+TEST(TrainingStep, RefusesInvalidOptionsAtConstruction) {
   Net net = make_net(at::kCPU);
   torch::optim::SGD sgd(net->parameters(), 0.1);
   torch::optim::LBFGS lbfgs(net->parameters());
@@ -577,7 +577,7 @@ TEST(TrainingStep, SaysThatBf16ParametersLoseSmallUpdates) {
   }
 }
 
-TEST(TrainingStep, GivesTheLossWithoutItsGraphAndLeavesTheProgramsOwnAsItIs) {
+TEST(TrainingStep, ReturnsTheLossWithoutItsGraphAndKeepsTheProgramsLoss) {
   Net net = make_net(at::kCPU);
   torch::optim::SGD optimizer(net->parameters(), 0.1);
   TrainingStep train(net, optimizer, {.dtype = at::kFloat});

@@ -38,7 +38,7 @@ using weight_caches::values_and_gradients;
 using weight_caches::WeightCaches;
 using weight_caches::with;
 
-TEST_F(WeightCaches, SeesWritesInsideARegion) {
+TEST_F(WeightCaches, DetectsWritesInsideARegion) {
   auto net = make_net();
   const auto input = torch::randn({3, 8});
   for (const WeightCache cache : own_caches) {
@@ -55,7 +55,7 @@ TEST_F(WeightCaches, SeesWritesInsideARegion) {
   }
 }
 
-TEST_F(WeightCaches, SeesWritesInsideARegionUnderRulesThatItTakesNoCastsFrom) {
+TEST_F(WeightCaches, DetectsWritesInsideARegionUnderRulesThatItTakesNoCastsFrom) {
   namespace ops = torchamp::ops;
   using torchamp::Policy;
   auto net = make_net();
@@ -87,7 +87,7 @@ TEST_F(WeightCaches, SeesWritesInsideARegionUnderRulesThatItTakesNoCastsFrom) {
   }
 }
 
-TEST_F(WeightCaches, IsToldOfWritesThatNobodyCounts) {
+TEST_F(WeightCaches, TakesReportsOfWritesThatLibTorchDoesNotCount) {
   auto net = make_net();
   const auto input = torch::randn({3, 8});
   const auto run = [&](WeightCache cache) {
@@ -100,7 +100,7 @@ TEST_F(WeightCaches, IsToldOfWritesThatNobodyCounts) {
   };
   const auto old = run(WeightCache::kept);
   write();
-  // What is not told is not known: this is what the documentation says.
+  // A write that is not reported is not detected, as the documentation says.
   EXPECT_TRUE(run(WeightCache::kept).equal(old));
   torchamp::weights_changed();
   EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none)));
@@ -112,11 +112,11 @@ TEST_F(WeightCaches, IsToldOfWritesThatNobodyCounts) {
   EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none)));
 }
 
-TEST_F(WeightCaches, SeesStepsOfOtherTensorsInTheMemoryOfAWeight) {
+TEST_F(WeightCaches, DetectsStepsOfOtherTensorsInTheMemoryOfAWeight) {
   const auto input = torch::randn({3, 8});
   for (const bool by_scaler : {true, false}) {
     torch::nn::Linear trained(8, 4), replica(8, 4);
-    replica->weight.set_data(trained->weight);  // has a version counter of its own
+    replica->weight.set_data(trained->weight);  // has its own version counter
     const auto run = [&](WeightCache cache) {
       const torch::NoGradGuard no_grad;
       const AutocastGuard guard(at::kCPU, with(cache));
@@ -135,7 +135,7 @@ TEST_F(WeightCaches, SeesStepsOfOtherTensorsInTheMemoryOfAWeight) {
   }
 }
 
-TEST_F(WeightCaches, SeesStepsOfAWeightThatHasOtherMemoryForEvaluations) {
+TEST_F(WeightCaches, DetectsStepsOfAWeightThatHasOtherMemoryForEvaluations) {
   torch::nn::Linear net(8, 4);
   torch::optim::SGD optimizer({net->weight}, torch::optim::SGDOptions(0.5));
   torchamp::GradScaler scaler;
@@ -160,7 +160,7 @@ TEST_F(WeightCaches, SeesStepsOfAWeightThatHasOtherMemoryForEvaluations) {
   }
 }
 
-TEST_F(WeightCaches, SeesWritesToTheFlatTensorOfVectorToParameters) {
+TEST_F(WeightCaches, DetectsWritesToTheFlatTensorOfVectorToParameters) {
   namespace utils = torch::nn::utils;
   const auto input = torch::randn({3, 8});
   for (const WeightCache cache : own_caches) {
@@ -178,7 +178,7 @@ TEST_F(WeightCaches, SeesWritesToTheFlatTensorOfVectorToParameters) {
   }
 }
 
-TEST_F(WeightCaches, AreToldOfWritesToAFlatTensorOfOneWeight) {
+TEST_F(WeightCaches, TakeReportsOfWritesToAFlatTensorOfOneWeight) {
   torch::nn::Linear net(torch::nn::LinearOptions(8, 4).bias(false));
   const auto input = torch::randn({3, 8});
   const torch::NoGradGuard no_grad;
@@ -190,7 +190,7 @@ TEST_F(WeightCaches, AreToldOfWritesToAFlatTensorOfOneWeight) {
   };
   const auto old = run(WeightCache::kept);
   flat.mul_(1.5);
-  // What is not told is not known: this is what the documentation says.
+  // A write that is not reported is not detected, as the documentation says.
   EXPECT_TRUE(run(WeightCache::kept).equal(old));
   torchamp::weights_changed(flat);
   EXPECT_TRUE(run(WeightCache::kept).equal(run(WeightCache::none)));
@@ -257,7 +257,7 @@ void expect_trains_alike(const Options& options, const char* name) {
   }
 }
 
-TEST_F(WeightCaches, SeesTheStepsOfOptimizers) {
+TEST_F(WeightCaches, DetectsTheStepsOfOptimizers) {
   expect_trains_alike<torch::optim::SGD>(torch::optim::SGDOptions(0.1), "SGD");
   expect_trains_alike<torch::optim::AdamW>(torch::optim::AdamWOptions(0.1), "AdamW");
   expect_trains_alike<torchamp::FusedSGD>(torch::optim::SGDOptions(0.1), "FusedSGD");
@@ -387,7 +387,7 @@ TEST_F(WeightCaches, SurvivesWhatBecomesOfModels) {
   second.step();
   check(net, "another optimizer's");
   for (int i = 0; i < 20; ++i) {
-    auto other = make_net();  // where another has been before
+    auto other = make_net();  // at the address of an earlier one
     check(other, "freed and made again");
   }
   // Two tensors, one memory, and a counter each.

@@ -270,11 +270,11 @@ TEST_F(WeightsTogether, AreForgottenIfARegionDoesNotUseThem) {
     return ops.called_anywhere("aten::_to_copy");
   };
   EXPECT_EQ(casts_alone(4), 8);
-  EXPECT_EQ(casts_alone(2), 0);  // casts those of four layers, uses those of two
+  EXPECT_EQ(casts_alone(2), 0);  // casts the weights of four layers, uses two
   EXPECT_EQ(casts_alone(4), 4);  // the other two are noted anew
   EXPECT_EQ(casts_alone(4), 0);
   EXPECT_EQ(casts_alone(2), 0);
-  EXPECT_EQ(casts_alone(4), 0);  // they are a chunk of their own
+  EXPECT_EQ(casts_alone(4), 0);  // they are a separate chunk
 }
 
 TEST_F(WeightsTogether, FollowModelsThatTakeTurns) {

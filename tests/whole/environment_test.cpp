@@ -60,7 +60,7 @@ TEST_F(Environment, AFileReplacesThePolicyOfEveryGuard) {
   expect("file:" + path, "torchamp::load_policy: cannot read '.*torchamp_environment_policy.txt'");
 }
 
-TEST_F(Environment, AFileWithPoliciesOfModulesGivesThoseOfOps) {
+TEST_F(Environment, AFileWithPoliciesOfModulesGivesOnlyRulesForOps) {
   const std::string path = ::testing::TempDir() + "torchamp_environment_policies.txt";
   std::ofstream(path) << "policy torch  # chosen\nfp32: relu  # reason\nmodule head\nfp32: mm\n";
   expect("file:" + path, "mm BFloat16, add BFloat16, relu Float");
@@ -76,7 +76,7 @@ TEST_F(Environment, AnErrorInTheFileNamesTheVariableTheFileAndTheLine) {
   std::remove(path.c_str());
 }
 
-TEST_F(Environment, AnFp8RuleInTheFileIsAnErrorThatSaysWhereItBelongs) {
+TEST_F(Environment, AnFp8RuleInTheFileIsAnErrorWithARemedy) {
   const std::string path = ::testing::TempDir() + "torchamp_environment_fp8_policy.txt";
   for (const char* rule : {"fp8: ops::dense", "fp8(recipe=rowwise strict): mm"}) {
     std::ofstream(path) << "policy standard\n" << rule << '\n';

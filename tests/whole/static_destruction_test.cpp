@@ -27,7 +27,7 @@ namespace {
 using torchamp::AutocastGuard;
 using torchamp::Policy;
 
-/// Trains a little without torchamp. LibTorch has statics of its own, made at their first use.
+/// Trains a little without torchamp. LibTorch has its own statics, made at their first use.
 void use_libtorch() {
   torch::nn::Linear model(2, 2);
   torch::optim::Adam optimizer(model->parameters());

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # cmake -DOUT=folder -DREPORT=report.md -P again.cmake -- program [argument…]
-# Runs `comparison --from …` and looks at what it leaves: the charts, and the chapter on training that REPORT has.
+# Runs `comparison --from …` and checks its files: the charts, and the same chapter on training as in REPORT.
 include(${CMAKE_CURRENT_LIST_DIR}/../../support/program_arguments.cmake)
 program_arguments(command)
 include(${CMAKE_CURRENT_LIST_DIR}/run_into.cmake)

@@ -117,32 +117,22 @@ inline std::vector<ChartSeries> time_series(bool cuda) {
   }
   return {{"Python torch.amp", python, "python", "torch", "fused", "eager", "plain"},
           {"torchamp", ours, "cpp", "standard", "fused", "eager", "plain"},
-          {"torchamp, memory kept", best, "cpp", "standard", "fused", "eager", "kept"},
-          {"audited policy, memory kept", other, "cpp", "audited", "fused", "eager", "kept"}};
+          {"torchamp, audited policy", other, "cpp", "audited", "fused", "eager", "plain"}};
 }
 
-inline std::vector<ChartSeries> call_series() {
-  using namespace chart_colors;
-  return {
-      {"Python torch.amp", python, "python", "torch", "stock", "eager", "plain"},
-      {"torchamp", ours, "cpp", "standard", "stock", "eager", "plain"},
-      {"torchamp, casts and memory kept", best, "cpp", "standard_kept", "stock", "eager", "kept"}};
-}
-
-/// Time per step, or per call, relative to fp32.
+/// Time per step, relative to fp32.
 inline drawing::Canvas draw_times(const std::string& below, const std::deque<Race>& races,
-                                  bool predicts, bool cuda) {
+                                  bool cuda) {
   const auto fp32 = [](const Race& race, const Verdict&) { return plain_fp32(race); };
   const auto text = [](const Contestant& contestant) {
     return support::format_seconds(median_seconds(contestant));
   };
-  return draw({.title = predicts ? "Time per call relative to fp32: shorter is faster"
-                                 : "Time per training step relative to fp32: shorter is faster",
-               .below = below + (predicts ? "" : ". Fused optimizers"),
-               .series = predicts ? call_series() : time_series(cuda),
+  return draw({.title = "Time per training step relative to fp32: shorter is faster",
+               .below = below + ". Fused optimizers",
+               .series = time_series(cuda),
                .mark = "fp32",
                .beyond = "slower than fp32",
-               .unit = predicts ? "per call" : "per step",
+               .unit = "per step",
                .reference = fp32,
                .ratio = time_ratio,
                .text = text,
@@ -188,9 +178,6 @@ inline drawing::Canvas draw_ratios(const std::string& below, const std::deque<Ra
       {"fused optimizer", ours, "cpp", "standard", "fused", "eager", "plain"}};
   if (cuda) {
     series.push_back({"both captured", best, "cpp", "standard", "fused", "captured", "plain"});
-  } else {
-    series.push_back({"memory kept, both", best, "cpp", "standard", "fused", "eager", "kept"});
-    series.push_back({"audited, memory kept", other, "cpp", "audited", "fused", "eager", "kept"});
   }
   const auto twin = [](const Race& race, const Verdict& verdict) {
     const Way& way = verdict.contestant->way();

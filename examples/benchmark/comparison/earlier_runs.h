@@ -14,7 +14,6 @@
 #include <vector>
 
 #include "benchmark/comparison/contestant.h"
-#include "benchmark/comparison/growth.h"
 #include "benchmark/comparison/options.h"
 #include "benchmark/comparison/race.h"
 #include "benchmark/comparison/report.h"
@@ -88,24 +87,6 @@ inline std::deque<Race> read_races(const Options& options, Preset preset) {
     }
   }
   return races;
-}
-
-/// What write_growth_csv() left.
-inline std::vector<GrownCost> read_growth(const std::vector<std::string>& paths) {
-  std::vector<GrownCost> costs;
-  for (const std::string& path : paths) {
-    for (auto& row : read_rows(path)) {
-      auto found = std::find_if(costs.begin(), costs.end(), [&](const GrownCost& cost) {
-        return cost.axis == row["axis"] && cost.name == row["cost"];
-      });
-      if (found == costs.end()) {
-        found = costs.insert(found, {row["axis"], row["cost"], {}, {}});
-      }
-      keep_least(row["language"] == "python" ? found->python : found->ours, std::stoll(row["size"]),
-                 support::number_of(row["seconds"]));
-    }
-  }
-  return costs;
 }
 
 /// A plan that measures nothing: what a report says of one.

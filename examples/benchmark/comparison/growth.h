@@ -9,7 +9,6 @@
 #include <cstdint>
 #include <filesystem>
 #include <iostream>
-#include <iterator>
 #include <map>
 #include <optional>
 #include <ostream>
@@ -22,10 +21,6 @@
 #include "benchmark/comparison/growth_costs.h"
 #include "benchmark/comparison/race.h"
 #include "benchmark/comparison/report.h"
-#include "support/drawing/canvas.h"
-#include "support/drawing/color.h"
-#include "support/drawing/plot.h"
-#include "support/drawing/text.h"
 #include "support/format.h"
 
 /// Seconds by size.
@@ -102,7 +97,7 @@ inline void write_growth_report(std::ostream& out, const Plan& plan,
          "but for "
          "`optimizer.step()`, torch.optim.SGD's, to which the others are added. A cost grows with "
          "the\n*power* of the size, measured over the last decade: 0 is constant, 1 proportional. "
-         "Python is torch.amp.\n\n![Growth](growth.png)\n";
+         "Python is torch.amp.\n";
   std::string axis;
   for (const GrownCost& cost : costs) {
     if (cost.ours.empty()) continue;
@@ -120,59 +115,6 @@ inline void write_growth_report(std::ostream& out, const Plan& plan,
         << (python ? microseconds(cost.python.rbegin()->second) : "") << " | " << power(cost.ours)
         << " | " << power(cost.python) << " |\n";
   }
-}
-
-/// "10", "3k", "1M": short enough for the marks of an axis.
-inline std::string short_number(std::int64_t number) {
-  if (number >= 1'000'000) return support::format("%gM", static_cast<double>(number) * 1e-6);
-  if (number >= 1'000) return support::format("%gk", static_cast<double>(number) * 1e-3);
-  return std::to_string(number);
-}
-
-/// A panel for each axis that Python has as well: ours in full colour, Python's faint. What is ours
-/// alone is in the report.
-inline drawing::Canvas draw_growth(const std::string& below, const std::vector<GrownCost>& costs) {
-  using namespace drawing;
-  constexpr Color colors[] = {palette::muted, palette::orange, palette::green, palette::blue,
-                              palette::purple};
-  std::vector<LinePlot> plots;
-  for (const GrownCost& cost : costs) {
-    if (cost.ours.empty()) continue;
-    if (plots.empty() || plots.back().x_label != cost.axis) {
-      plots.push_back({.x_label = cost.axis,
-                       .y_label = "microseconds",
-                       .log_y = true,
-                       .legend_below = true,
-                       .legend_has_frame = false});
-      for (const auto& [size, seconds] : cost.ours) {
-        plots.back().x_ticks.push_back(short_number(size));
-      }
-    }
-    const auto add = [&, color = colors[(plots.back().series.size() / 2) % std::size(colors)]](
-                         const Curve& curve, const std::string& label, double opacity) {
-      Series series{.label = label, .color = color, .line_width = 2.5, .opacity = opacity};
-      for (const auto& [size, seconds] : curve) series.values.push_back(seconds * 1e6);
-      plots.back().series.push_back(std::move(series));
-    };
-    add(cost.ours, cost.name, 1.);
-    add(cost.python, "", 0.45);
-  }
-  std::erase_if(plots, [](const LinePlot& plot) {
-    return plot.series.size() < 2 || plot.series[1].values.empty();
-  });
-  constexpr int width = 500, height = 440, top = 60;  // a plot has room for a title above it
-  const int rows = (static_cast<int>(plots.size()) + 1) / 2;
-  Canvas canvas(2 * width, top + rows * height, palette::paper);
-  canvas.frame({0, 0, canvas.width(), canvas.height()}, palette::rule);
-  draw_text(canvas, 28, 42, "How the costs of scaler, clipping and guards grow",
-            {.height = 17.5, .bold = true});
-  draw_text(canvas, 28, 72, below + ". Full colour: torchamp; faint: Python's same call",
-            {.height = 12., .color = palette::muted});
-  for (std::size_t i = 0; i < plots.size(); ++i) {
-    const auto at = static_cast<int>(i);
-    plots[i].draw(canvas, {at % 2 * width, top + at / 2 * height, width - 12, height});
-  }
-  return canvas;
 }
 
 inline void write_growth_csv(std::ostream& out, const std::vector<GrownCost>& costs) {

@@ -69,8 +69,7 @@ inline void write_inference_report(std::ostream& out, const Plan& plan,
       << (plan.device == "cpu" ? "by how much the process has grown"
                                : "what tensors held at most on the device")
       << ". The mean output is the mean absolute value of the last one; a way that disagrees with "
-         "Python's or with\nfp32's is marked as wrong.\n\n![Time per call, measured by "
-         "fp32](inference.png)\n\n";
+         "Python's or with\nfp32's is marked as wrong.\n\n";
   for (const Race& race : races) {
     std::int64_t parameters = 0;
     for (const Contestant& contestant : race.contestants) {

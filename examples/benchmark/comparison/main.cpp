@@ -58,8 +58,6 @@ int grow(const Plan& plan, const Circumstances& circumstances, std::int64_t larg
   write_chapter(plan, circumstances, "growth",
                 [&](auto& file) { write_growth_report(file, plan, circumstances, costs); });
   write_text(plan, "growth.csv", [&](auto& file) { write_growth_csv(file, costs); });
-  write_chart(plan, "growth.png",
-              draw_growth(circumstances.device_name + ", LibTorch " TORCH_VERSION, costs));
   return 0;
 }
 
@@ -130,11 +128,8 @@ void write_all(const Plan& plan, const Circumstances& circumstances, const std::
     write_text(plan, plan.predicts ? "inference.csv" : "training.csv",
                [&](auto& file) { write_csv(file, races); });
   }
-  if (plan.predicts) {
-    write_chart(plan, "inference.png", draw_times(timed, races, true, cuda));
-    return;
-  }
-  write_chart(plan, "time.png", draw_times(timed, races, false, cuda));
+  if (plan.predicts) return;
+  write_chart(plan, "time.png", draw_times(timed, races, cuda));
   write_chart(plan, "memory.png", draw_memory(below, races));
   if (!plan.python.empty()) write_chart(plan, "ratio.png", draw_ratios(timed, races, cuda));
 }
@@ -172,12 +167,6 @@ std::deque<Race> make_races(const Options& options, const Plan& plan) {
 int report_again(const Options& options) {
   const Circumstances circumstances = read_about(options.about);
   const Preset preset = preset_named(options.preset).value_or(Preset::small);
-  if (options.task == "growth") {
-    const Plan plan = plan_of_earlier_runs(options, {}, preset);
-    write_chart(plan, "growth.png",
-                draw_growth(circumstances.device_name, read_growth(options.from)));
-    return 0;
-  }
   const std::deque<Race> races = read_races(options, preset);
   write_all(plan_of_earlier_runs(options, races, preset), circumstances, races,
             circumstances.recorded.empty());

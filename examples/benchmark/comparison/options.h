@@ -197,8 +197,8 @@ inline std::optional<Options> parse_options(int argc, const char* const* argv) {
   if (options.from.empty() != options.about.empty()) {
     throw support::UsageError("--from and --about are given together");
   }
-  if (!options.from.empty() && options.task == "processes") {
-    throw support::UsageError("--from: --task processes draws what its files do not hold");
+  if (!options.from.empty() && (options.task == "processes" || options.task == "growth")) {
+    throw support::UsageError("--from: is for --task training and inference");
   }
   return options;
 }

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # cmake -DOUT=folder -DCOUNTS=1 -P processes_smoke.cmake -- program [argument…]
-# Runs `comparison --task processes` with 1 and 2 processes, which itself judges the losses, and looks at what it
-# leaves: a row for each way, whose losses agree; nothing sent by one process, and by two at least what the arithmetic
-# asks for, and hardly more. COUNTS: there is the library that counts what is sent, and so the picture.
+# Runs `comparison --task processes` with 1 and 2 processes, which compares the losses, and checks its files. Each way
+# has a row, and the losses agree. One process sends nothing. Two processes send at least the computed number of bytes,
+# and hardly more. COUNTS: the library that counts sent bytes exists, and therefore the picture.
 include(${CMAKE_CURRENT_LIST_DIR}/../../support/program_arguments.cmake)
 program_arguments(command)
 include(${CMAKE_CURRENT_LIST_DIR}/run_into.cmake)

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# Runs `command`, a comparison, into the folder OUT, which is emptied first. Ends with what its workers wrote if it fails.
+# Empties the folder OUT, and runs `command`, a comparison, with OUT as its output. If it fails, prints the workers'
+# output.
 file(REMOVE_RECURSE "${OUT}")
 execute_process(COMMAND ${command} --out "${OUT}" RESULT_VARIABLE code)
 if(NOT code STREQUAL "0")

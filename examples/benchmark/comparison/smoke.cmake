@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # cmake -DOUT=folder -DMODELS=a,b [-DWAYS=9] [-DTEXT=regex] -P smoke.cmake -- program [argument…]
-# Runs the comparison, which itself judges the losses, and looks at what it leaves: the table with a line for each way,
-# the charts, and raw numbers whose final losses agree, by a cruder measure than the program's own.
+# Runs the comparison, which compares the losses, and checks its files: the table with a line for each way, the charts,
+# and the raw numbers. Their final losses must agree, by a coarser check than in the program.
 include(${CMAKE_CURRENT_LIST_DIR}/../../support/program_arguments.cmake)
 program_arguments(command)
 if(NOT WAYS)

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A small training program, for include_time.sh: what torchamp costs to compile where it is used.
+// A small training program, for include_time.sh: the time to compile a file that uses torchamp.
 #include <torch/torch.h>
 
 #include <cstdio>

@@ -28,17 +28,14 @@ struct LinePlot {
   std::string title{}, note{}, x_label{}, y_label{};
   std::vector<Series> series{};
   bool log_y = false;
-  bool legend_below = false;    ///< under the axis, where no line is
-  bool legend_at_left = false;  ///< for lines that rise
-  bool legend_has_frame = true;
+  bool legend_at_left = false;         ///< for lines that rise
   std::vector<std::string> x_ticks{};  ///< what stands at x = 1, 2, 3, …; the numbers if empty
 
   /// Draws the plot, labels included, into `area`.
   void draw(Canvas& canvas, Rect area) const {
     const auto [low, high] = y_range();
     const double last = static_cast<double>(longest());
-    const int below = 64 + (legend_below ? legend_size().second + 6 : 0);
-    const Rect box{area.x + 92, area.y + 52, area.width - 92 - 24, area.height - 52 - below};
+    const Rect box{area.x + 92, area.y + 52, area.width - 92 - 24, area.height - 52 - 64};
     const auto to_x = [&](double x) {
       return box.x + (x - 1.) / std::max(last - 1., 1.) * (box.width - 1) + 0.5;
     };
@@ -129,16 +126,14 @@ struct LinePlot {
     return {static_cast<int>(widest) + 72, rows == 0 ? 0 : rows * 26 + 14};
   }
 
-  /// Under the axis, or in an upper corner, over the lines: a loss falls and leaves the right one
-  /// free.
+  /// In an upper corner, over the lines: a falling loss leaves the right corner free.
   void draw_legend(Canvas& canvas, Rect box) const {
     const auto [width, height] = legend_size();
     if (height == 0) return;
-    const int x = legend_at_left || legend_below ? box.x + 12 : box.right() - width - 12;
-    const Rect frame{x, legend_below ? box.bottom() + (x_label.empty() ? 40 : 64) : box.y + 12,
-                     width, height};
+    const int x = legend_at_left ? box.x + 12 : box.right() - width - 12;
+    const Rect frame{x, box.y + 12, width, height};
     canvas.fill(frame, palette::paper);
-    if (legend_has_frame) canvas.frame(frame, palette::rule);
+    canvas.frame(frame, palette::rule);
     double y = frame.y + 25.;
     for (const Series& one : series) {
       if (one.label.empty()) continue;

@@ -29,8 +29,9 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-/// Runs `body` on this process, and throws on all processes if it throws on any: its own error
-/// there, on the others one that names the process. Returns the results of all processes.
+/// Runs `body` on this process and returns the results of all processes. If `body` throws on any
+/// process, this throws on all: there the error of `body`, on the others an error that names the
+/// process.
 template <class Body>
 std::vector<int64_t> all_or_none(const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                                  const char* call, Body body) {
@@ -52,10 +53,10 @@ std::vector<int64_t> all_or_none(const c10::intrusive_ptr<c10d::ProcessGroup>& g
 
 }  // namespace detail
 
-/// Saves `checkpoint` for all processes of `group`, which call this together: process 0 writes one
+/// Saves `checkpoint` for all processes of `group`, which call this together. Process 0 writes one
 /// file, which includes each process's own part (random states, and objects of add_local()). All
-/// wait until it is written. Synchronises. An error on any process is an error on all, and the
-/// old file stays.
+/// processes wait until it is written. Synchronises. An error on any process is an error on all,
+/// and the old file stays.
 inline void save_together(const TrainingCheckpoint& checkpoint,
                           const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   at::Tensor part;
@@ -77,11 +78,12 @@ inline void save_together(const TrainingCheckpoint& checkpoint,
   });
 }
 
-/// Loads `checkpoint` on all processes of `group`, which call this together: all read the file that
-/// process 0 wrote, and each its own part. False if there is no file. All processes must be able to
-/// read the file, and their number must be that of the run that wrote it; on CPUs they resume bit
-/// for bit. With another number, call TrainingCheckpoint::load_shared() on each process. An error
-/// on any process is an error on all; processes that have read the file by then keep its contents.
+/// Loads `checkpoint` on all processes of `group`, which call this together. Each process reads the
+/// shared part of the file and its own part. Returns false if there is no file. All processes must
+/// be able to read the file. The number of processes must be the same as when the file was written;
+/// with another number, call TrainingCheckpoint::load_shared() on each process. On CPUs the resumed
+/// run is bitwise identical. An error on any process is an error on all; processes that have
+/// already read the file keep its contents.
 [[nodiscard]] inline bool load_together(TrainingCheckpoint& checkpoint,
                                         const c10::intrusive_ptr<c10d::ProcessGroup>& group) {
   const auto loaded = detail::all_or_none(group, "load_together", [&] {

@@ -35,12 +35,12 @@ namespace TORCHAMP_NAMESPACE {
 
 // Note [Collective calls]
 // Data-parallel training runs on several processes over LibTorch's c10d. All functions here are
-// collective: every process of the group calls them, in the same order. A process that waits for
-// another one gets a c10::Error that names the call: at once if that one has died, after the
-// group's timeout if it stalls. From backward(), which LibTorch runs, it gets the std::exception
-// of the group's backend. NCCL does not report errors by exceptions: see add_nccl(). The group is
-// unusable after that, and the process should end. Groups come from make_process_group() in
-// distributed/process_group.h, or from elsewhere in c10d.
+// collective: every process of the group calls them, in the same order. If another process dies, a
+// waiting process gets a c10::Error that names the call, at once; if another process stalls, after
+// the group's timeout. In backward(), which LibTorch runs, it gets the std::exception of the
+// group's backend. NCCL does not report errors by exceptions: see add_nccl(). After such an error
+// the group is unusable, and the process should end. Create groups by make_process_group() in
+// distributed/process_group.h, or by c10d.
 
 /// The type of a process group.
 using ProcessGroupPtr = c10::intrusive_ptr<c10d::ProcessGroup>;
@@ -53,23 +53,23 @@ inline void broadcast_module(const torch::nn::Module& module, const ProcessGroup
   detail::broadcast("broadcast_module", group, module.buffers(), root);
 }
 
-/// Makes an overflow on any process count on all, so all skip the step and their scales stay equal.
-/// For GradScalerOptions::agree_found_inf:
+/// Returns a function for GradScalerOptions::agree_found_inf: an overflow on any process counts on
+/// all processes, so all skip the step and their scales stay equal.
 ///
 ///     torchamp::GradScaler scaler({.agree_found_inf = torchamp::found_inf_agreement(group)});
 ///
 /// Needed if each process steps its own parameters (ShardedMasterWeights do this themselves). With
-/// DistributedDataParallel it is not needed: averaging also spreads infs and NaNs. Costs one
-/// reduction of one number per optimizer and iteration. With Gloo the host waits for it, with NCCL
-/// the device.
+/// DistributedDataParallel it is not needed, because averaging also spreads infs and NaNs. Costs
+/// one reduction of one number per optimizer and iteration: with Gloo the host waits for it, with
+/// NCCL the device.
 inline std::function<void(at::Tensor&)> found_inf_agreement(ProcessGroupPtr group) {
   return [group = std::move(group)](at::Tensor& found_inf) {
     detail::reduce_over("found_inf_agreement", *group, found_inf, c10d::ReduceOp::MAX);
   };
 }
 
-/// Replaces the elements of a tensor by their means over all processes, equal to the bit on each.
-/// For PrecisionAuditOptions::average:
+/// Returns a function for PrecisionAuditOptions::average. It replaces the elements of a tensor by
+/// their means over all processes, bitwise identical on each process.
 ///
 ///     torchamp::PrecisionAudit audit(*model, {.average = torchamp::average_over(group)});
 inline std::function<void(at::Tensor&)> average_over(ProcessGroupPtr group) {
@@ -84,20 +84,19 @@ struct DistributedDataParallelOptions {
   /// Whether each forward first copies the buffers of process 0, such as batch norm's running
   /// statistics, to all processes.
   bool broadcast_buffers = true;
-  /// For models whose forward may leave parameters unused: each backward then asks all processes
-  /// which were unused, and synchronises. If false, an unused parameter is an error of
-  /// backward().
+  /// True: forward may leave parameters unused; each backward then collects the unused parameters
+  /// of all processes, and synchronises. False: if a parameter is unused, backward() throws.
   bool find_unused_parameters = false;
-  /// The size of the buckets in which gradients are averaged, at most: a small model has about
-  /// eight, of 1 MiB or more. The first is full at 1 MiB, to be sent early.
+  /// The maximum size of the buckets in which gradients are averaged. The first bucket has 1 MiB,
+  /// so that it is sent early. A small model has about eight buckets, of 1 MiB or more.
   int64_t bucket_bytes = int64_t{25} * 1024 * 1024;
   /// How gradients are sent, by c10d's names: FP16_COMPRESS is reduce_dtype torch::kHalf;
   /// ALLREDUCE, the default, keeps their dtype.
   std::optional<c10d::BuiltinCommHookType> communication = std::nullopt;
-  /// The dtype in which gradients are sent: bf16 or fp16 halve the bytes of fp32 ones (an overflow
-  /// there is an inf that the scaler finds); fp32 doubles the bytes of 16-bit ones, and sums them
-  /// in fp32 before rounding. Unset: their own; fp32 for the main gradients of MasterWeights. An
-  /// error together with `communication`.
+  /// The dtype in which gradients are sent. bf16 or fp16 halve the bytes of fp32 gradients; an
+  /// overflow becomes an inf, for which the scaler skips the step. fp32 doubles the bytes of 16-bit
+  /// gradients, and adds them in fp32 before rounding. Unset: the gradients' dtype; for the main
+  /// gradients of MasterWeights fp32. Error: `communication` is also set.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 };
 
@@ -110,17 +109,18 @@ struct DistributedDataParallelOptions {
 ///     loss_of(net.forward(part), target).backward();   // averages the gradients
 ///     optimizer.step();                                // the replicas stay equal
 ///
-/// Construction copies the parameters and buffers of process 0 to all processes; parameters of
-/// other shapes are an error. At most one backward follows each forward. The average of scaled
-/// gradients is scaled as well. checkpoint() works, nested too. With MasterWeights, first call
-/// broadcast_module(), then make the masters, then this. If they have main_gradients, these are
-/// averaged, in fp32; under no_sync() they accumulate, and the next backward averages the sums.
-/// Errors: a second DistributedDataParallel for the same main gradients, or new masters, while the
-/// first one lives.
+/// Construction copies the parameters and buffers of process 0 to all processes; if the shapes
+/// differ, it throws. At most one backward follows each forward. The average of scaled gradients is
+/// also scaled. checkpoint() works, even if calls are nested.
 ///
-/// A bucket of gradients is sent as soon as backward has computed them, while it computes the
+/// With MasterWeights, first call broadcast_module(), then create the masters, then this object.
+/// With main_gradients, the masters' gradients are averaged, in fp32; under no_sync() they
+/// accumulate, and the next backward averages the sums. Errors: a second DistributedDataParallel
+/// for the same main gradients, or new masters, while the first one lives.
+///
+/// Backward sends a bucket as soon as all gradients in it are computed, while it computes the
 /// others. Construction and forward are collective, see Note [Collective calls]; a forward without
-/// gradients sends nothing. An error within a CudaGraph. Source: Python's
+/// gradients sends nothing. Error: a call in a CudaGraph. Source: Python's
 /// torch.nn.parallel.DistributedDataParallel (Li et al., 2020).
 template <class Model>
 class DistributedDataParallel {
@@ -159,10 +159,10 @@ class DistributedDataParallel {
   /// The process group.
   const ProcessGroupPtr& group() const { return averages_->group(); }
 
-  /// Averages the gradients of backward passes within no_sync(), before an early step: call it
-  /// before gradients are taken, unscaled or clipped, for example in the before_unscale() of an
-  /// Accumulation, whose last window may be incomplete. Does nothing if the last forward with
-  /// gradients was outside no_sync(). Collective; synchronises.
+  /// Averages gradients that backward passes under no_sync() have accumulated. Call it if a step
+  /// comes early, before gradients are taken, unscaled or clipped. Example: in before_unscale() of
+  /// an Accumulation, because its last window may be incomplete. Does nothing if the last forward
+  /// with gradients was outside no_sync(). Collective; synchronises.
   void sync_gradients() {
     if (!averages_->are_local) return;
     detail::GraphBody::check(
@@ -173,9 +173,9 @@ class DistributedDataParallel {
     leave_local(false);
   }
 
-  /// A region whose backward passes do not average the gradients, which accumulate on each process:
-  /// for all micro-batches of a step but the last. Before an earlier step call sync_gradients();
-  /// otherwise the replicas diverge.
+  /// A region in which backward passes do not average: gradients accumulate on each process. Use it
+  /// for all micro-batches of a step except the last. If the step comes earlier, first call
+  /// sync_gradients(); otherwise the replicas diverge.
   ///
   ///     for (int i = 0; i < parts; ++i) {
   ///       const auto no_sync = net.no_sync(/*enabled=*/i + 1 < parts);
@@ -183,7 +183,7 @@ class DistributedDataParallel {
   ///     }
   using NoSync = detail::NoSync;
 
-  /// Begins such a region; with `enabled` false, one without effect.
+  /// Begins such a region. If `enabled` is false, the region has no effect.
   [[nodiscard]] NoSync no_sync(bool enabled = true) { return NoSync(syncs_, enabled); }
 
  private:

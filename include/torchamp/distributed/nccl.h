@@ -38,12 +38,12 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// Makes a `group` of make_process_group() use NCCL instead of Gloo for CUDA tensors. Each process
-/// first makes the device of its LOCAL_RANK current. Errors: no CUDA device; a program compiled
-/// with another NCCL than LibTorch's.
+/// From now on a `group` of make_process_group() uses NCCL instead of Gloo for CUDA tensors. Before
+/// the call, each process must make the device of its LOCAL_RANK current. Errors: no CUDA device; a
+/// program compiled with another NCCL than LibTorch's.
 ///
-/// The host does not wait for NCCL, and so gets no error from it: if a process dies, or delays the
-/// others for longer than `timeout`, LibTorch's watchdog ends the process. With
+/// The host does not wait for NCCL, so it gets no error from NCCL. If a process dies or delays the
+/// others for longer than `timeout`, LibTorch's watchdog ends the waiting processes. With
 /// TORCH_NCCL_BLOCKING_WAIT=1 in the environment the host waits at each call and gets a c10::Error.
 inline void add_nccl(c10d::ProcessGroup& group,
                      std::chrono::milliseconds timeout = std::chrono::minutes(10)) {

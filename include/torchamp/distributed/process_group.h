@@ -10,7 +10,7 @@
     "torchamp/distributed/process_group.h: this LibTorch was built without its distributed part (c10d)."
 #elif !__has_include(<gloo/rendezvous/store.h>)
 #error \
-    "torchamp/distributed/process_group.h needs the headers of Gloo, which LibTorch's packages leave out. Install them (apt install libgloo-dev) or add those of a Gloo source tree to the include path."
+    "torchamp/distributed/process_group.h needs the headers of Gloo, which LibTorch's packages leave out. Install them (apt install libgloo-dev) or add the headers of a Gloo source tree to the include path."
 #endif
 
 #include <ATen/Context.h>
@@ -54,21 +54,22 @@ struct ProcessEnvironment {
   uint16_t master_port = 0;               ///< MASTER_PORT
 
   /// Reads the variables. If neither RANK nor WORLD_SIZE is set, this is the only process. Throws
-  /// if some are missing or invalid.
+  /// if one variable is set and another is missing, or if a value is invalid.
   static ProcessEnvironment read();
 };
 
 /// Options of make_process_group(). An aggregate, for designated initialisers.
 struct ProcessGroupOptions {
-  /// The time after which a process that waits for another one gives up with an error.
+  /// The maximum time that a process waits for another process; then it throws.
   std::chrono::milliseconds timeout = std::chrono::minutes(10);
   /// This process, and the address where the processes meet.
   ProcessEnvironment environment = ProcessEnvironment::read();
 };
 
-/// Creates the group of all processes that torchrun started, and waits until all have joined, for
-/// `timeout` at most. It communicates over Gloo, for CPU tensors and, with LibTorch for CUDA, CUDA
-/// tensors; add_nccl() in distributed/nccl.h makes the latter fast.
+/// Creates the group of all processes that torchrun has started, and waits until all have joined,
+/// at most for `timeout`. The group communicates over Gloo, for CPU tensors and, if LibTorch is
+/// built for CUDA, for CUDA tensors. For CUDA tensors NCCL is much faster: see add_nccl() in
+/// distributed/nccl.h.
 ///
 ///     const auto group = torchamp::make_process_group({.timeout = std::chrono::seconds(60)});
 ///     torchamp::DistributedDataParallel net(model, group);
@@ -78,8 +79,9 @@ struct ProcessGroupOptions {
 /// interface in GLOO_SOCKET_IFNAME. If MASTER_ADDR is 127.0.0.1 or localhost, all connections use
 /// 127.0.0.1 only. Nothing is encrypted or authenticated: use closed networks.
 ///
-/// Sending to a dead process raises SIGPIPE, which would end this one. Unless the program has its
-/// own handler, the signal is ignored from then on, like in Python, and the call throws.
+/// Sending to a dead process raises SIGPIPE, which would end this process. So, as in Python, this
+/// function makes the process ignore SIGPIPE, unless the program has its own handler; the call that
+/// sends then throws.
 ///
 /// Errors: missing or invalid variables, and processes that do not join in time.
 inline c10::intrusive_ptr<c10d::ProcessGroup> make_process_group(ProcessGroupOptions options = {});
@@ -99,23 +101,23 @@ inline std::optional<int> integer_variable(const char* name, int low, int high) 
   return value;
 }
 
-/// Whether torchrun has created the store, which the processes only join.
+/// Whether torchrun has created the store; then the processes only join it.
 inline bool has_agent_store() {
   const char* const text = environment_variable("TORCHELASTIC_USE_AGENT_STORE");
   return text && (std::string_view(text) == "True" || std::string_view(text) == "1");
 }
 
-/// Before LibTorch 2.8, or 2.7, libuv's store takes no socket that listens already.
+/// Before LibTorch 2.8, libuv's store cannot use a socket that already listens.
 inline constexpr bool store_by_libuv = TORCHAMP_LIBTORCH >= 208;
 
-/// The store of the processes' messages, held by rank 0 or torchrun.
+/// The store for the processes' messages; rank 0 or torchrun runs it.
 inline c10::intrusive_ptr<c10d::Store> make_store(const ProcessEnvironment& environment,
                                                   std::chrono::milliseconds timeout) {
   if (environment.world_size == 1) return c10::make_intrusive<c10d::HashStore>();
   c10d::TCPStoreOptions options;
   options.port = environment.master_port;
   options.timeout = timeout;
-  options.waitWorkers = false;  // making the group waits for all anyway
+  options.waitWorkers = false;  // creating the group waits for all anyway
   options.useLibUV = store_by_libuv;
   options.isServer = environment.rank == 0 && !has_agent_store();
   std::string host = environment.master_addr;
@@ -126,7 +128,7 @@ inline c10::intrusive_ptr<c10d::Store> make_store(const ProcessEnvironment& envi
   const auto store = collective("make_process_group",
                                 [&] { return c10::make_intrusive<c10d::TCPStore>(host, options); });
   const char* const attempt = environment_variable(
-      "TORCHELASTIC_RESTART_COUNT");  // separates keys from those before a restart
+      "TORCHELASTIC_RESTART_COUNT");  // distinguishes the keys from keys before a restart
   return c10::make_intrusive<c10d::PrefixStore>(
       std::string("torchamp/") + (attempt ? attempt : "0"), store);
 }

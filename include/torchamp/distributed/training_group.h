@@ -31,8 +31,8 @@
 ///
 /// or `{group, DistributedDataParallelOptions{…}}`. The function that computes the loss calls the
 /// model as usual; backward averages the gradients as DistributedDataParallel does, once per
-/// window. With ShardedMasterWeightsOptions (distributed/sharded_masters.h) as masters, these
-/// average. All processes construct and call the TrainingStep, finish(), save() and load()
+/// window. If masters are ShardedMasterWeightsOptions (distributed/sharded_masters.h), the masters
+/// average instead. All processes construct and call the TrainingStep, finish(), save() and load()
 /// together; see Note [Collective calls].
 
 namespace torchamp::detail {
@@ -60,7 +60,7 @@ class ProcessStepGroup final : public StepGroup {
     return std::shared_ptr<NoSync>(new NoSync(net_->no_sync()));
   }
   void sync_gradients() override {
-    if (net_) net_->sync_gradients();  // masters' are sent by the Accumulation
+    if (net_) net_->sync_gradients();  // the Accumulation sends gradients of masters
   }
   const void* find(const std::type_info& type) const override {
     return type == typeid(ProcessGroupPtr) ? &group_ : nullptr;
@@ -80,7 +80,7 @@ class ProcessStepGroup final : public StepGroup {
   ProcessGroupPtr group_;
   DistributedDataParallelOptions options_;
   std::optional<DistributedDataParallel<Forward>> net_;
-  Masters* masters_ = nullptr;  // if they average
+  Masters* masters_ = nullptr;  // if the masters average
 };
 
 template <>

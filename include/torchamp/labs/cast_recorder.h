@@ -2,7 +2,7 @@
 #pragma once
 
 /// @file
-/// @brief Labs. CastRecorder: which ops ran in which dtype, and what was cast for them.
+/// @brief Labs. CastRecorder: which ops ran in which dtype, and which casts they needed.
 
 #include <c10/core/ScalarType.h>
 
@@ -32,31 +32,31 @@ class CastReport {
   struct Row {
     /// Whether backward made the calls.
     bool backward = false;
-    /// Dotted name, or empty where no module is known.
+    /// The module's dotted name; empty if no module is known.
     std::string module;
-    /// With its overload, like in a Policy: "add.Tensor". A cast that the program itself makes has
-    /// its own row, "to.dtype"; the backward of a cast is "ToCopyBackward0".
+    /// The op's name with its overload, as in a Policy: "add.Tensor". A cast that the program
+    /// itself makes has its own row, "to.dtype"; the backward of a cast is "ToCopyBackward0".
     std::string op;
     /// Number of the program's calls, by the dtype of the first floating-point result.
     std::map<at::ScalarType, int64_t> calls;
     /// Number of autocast's conversions between floating-point dtypes for these calls.
     int64_t casts = 0;
-    /// Bytes that they read and wrote: elements times the widths of both dtypes.
+    /// Bytes that the casts read and wrote: elements times the widths of both dtypes.
     int64_t cast_bytes = 0;
-    /// Number of casts that returned values to the dtype from which an earlier cast had converted
-    /// them: of the earlier cast's result, or of what its op (if that widened to fp32) and ops
-    /// without a rule computed from it.
+    /// Number of casts that convert values back to the dtype that they had before an earlier cast.
+    /// The values are the result of the earlier cast, or results of its op (if that op widened to
+    /// fp32) and of ops without a rule.
     int64_t undone = 0;
-    /// Number of calls that ran in fp32 only because one input was fp32 and another 16-bit: by type
-    /// promotion, not by a rule.
+    /// Number of calls that ran in fp32 by type promotion and not by a rule: one input was fp32,
+    /// another was 16-bit.
     int64_t fp32_by_input = 0;
     /// Number of calls in fp8: see torchamp/labs/fp8.h.
     int64_t fp8 = 0;
     /// Number of calls under the rule fp8 that ran as lower_precision, by reason.
     std::map<std::string, int64_t> not_fp8 = {};
-    /// Number of casts of weights found in torchamp's own cache (see WeightCache).
+    /// Number of casts of weights that were found in torchamp's own cache (see WeightCache).
     int64_t cache_hits = 0;
-    /// Number of `casts` made by that cache.
+    /// Number of `casts` that this cache made.
     int64_t cache_misses = 0;
   };
 
@@ -71,8 +71,8 @@ class CastReport {
   /// Returns the sums over all rows, with no op and no module.
   Row total() const;
 
-  /// Returns a JSON object with "rows" (phase, module, op and the members of a Row by name; those
-  /// about fp8 and torchamp's own cache only if used) and "total".
+  /// Returns a JSON object with "total" and "rows" (phase, module, op and the members of a Row by
+  /// name; members about fp8 and torchamp's own cache only if they are used).
   std::string to_json() const;
 
  private:
@@ -91,25 +91,26 @@ std::ostream& operator<<(std::ostream& out, const CastReport& report);
 /// Each op that the program or an autograd node calls counts once, with all casts that autocast
 /// makes for it and for the ops that it calls. Views, copies and ops without floating-point tensors
 /// do not count. Conversions inside LibTorch's kernels (type promotion on a CPU, an op's
-/// temporaries) do not count as casts, nor do casts found in the weight cache.
+/// temporaries) do not count as casts. Casts that were found in the weight cache do not count
+/// either.
 ///
-/// An op belongs to the module that owns a parameter among its arguments, if a model is given, and
-/// otherwise to the innermost user scope around it (RECORD_USER_SCOPE, or a module with a policy,
-/// see ModulePolicies). In backward it belongs to the module of the forward op.
+/// If you pass a model, an op belongs to the module that owns a parameter among its arguments.
+/// Otherwise it belongs to the innermost user scope around it (RECORD_USER_SCOPE, or a module with
+/// a policy, see ModulePolicies). In backward it belongs to the module of the forward op.
 ///
-/// It records the calling thread, and other threads on which LibTorch works for it with its state
-/// (autograd's workers, at::launch, at::wrapPropagateTLSState). Several may record at once. Without
-/// a recorder no op executes one instruction more. Recording costs some microseconds per op, and
-/// memory that grows with their number: record a few steps.
+/// It records the calling thread, and other threads on which LibTorch works with this thread's
+/// state (autograd's workers, at::launch, at::wrapPropagateTLSState). Several recorders may exist
+/// at once. Without a recorder, ops have no extra cost. Recording costs some microseconds and some
+/// memory per op: record a few steps only.
 ///
-/// The thread that made a recorder must destroy it; another one warns and leaves the callback
-/// registered. Never synchronises.
+/// The thread that creates a recorder must destroy it. If another thread destroys it, it warns and
+/// leaves the callback registered. Never synchronises.
 ///
 /// Errors: more than 32 recorders, searches (first_non_finite_op) and captures (CudaGraph) at once;
-/// a static object's destructor, where the thread has recorded before.
+/// construction in a static object's destructor, if the thread has recorded before.
 class CastRecorder {
  public:
-  /// Without modules: ops belong to user scopes alone.
+  /// Without modules: ops belong to user scopes only.
   [[nodiscard]] CastRecorder() : CastRecorder(detail::NamedParameters{}) {}
 
   /// With the modules of `model`: a torch::nn::Module, or anything with named_parameters().

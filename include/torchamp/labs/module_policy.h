@@ -40,14 +40,14 @@ namespace TORCHAMP_NAMESPACE {
 ///     torchamp::WithPolicy<torch::nn::Linear> head{nullptr};
 ///     head = register_module("head", torchamp::WithPolicy<torch::nn::Linear>(64, 10));
 ///
-/// In all else it is a `Holder`: constructors, members, parameter names, checkpoints, printing,
-/// `module->as<torch::nn::Linear>()`. Without a policy, forward costs some nanoseconds more. C++
-/// modules have no forward hooks and call each other's forward directly, so this type is needed,
-/// except for entries of a torch::nn::Sequential.
+/// Otherwise it is the same as a `Holder`: constructors, members, parameter names, checkpoints,
+/// printing, `module->as<torch::nn::Linear>()`. Without a policy, forward costs some nanoseconds
+/// more. This type is needed because C++ modules have no forward hooks and call each other's
+/// forward directly. Entries of a torch::nn::Sequential do not need it.
 ///
 /// If forward has default arguments (LSTM, GRU, MultiheadAttention), a WithPolicy cannot be an
-/// entry of a Sequential, which requires one signature: use the `Holder` there. clone() returns a
-/// WithPolicy without a policy.
+/// entry of a Sequential, which requires a single signature: use the `Holder` there. clone()
+/// returns a WithPolicy without a policy.
 template <class Holder>
 class WithPolicy
     : public torch::nn::ModuleHolder<detail::WithPolicyImpl<typename Holder::ContainedType>> {
@@ -68,23 +68,23 @@ class WithPolicy
   }
 };
 
-/// Policies for modules of a model, by dotted name ("encoder.0.norm"; the model's own name is
-/// empty). A module's policy applies during its forward, on devices with autocast on, and replaces
-/// that of the guard and of enclosing modules.
+/// Policies for modules of a model, by dotted name ("encoder.0.norm"; the model itself has the
+/// empty name). A module's policy applies during its forward, on devices with autocast on. It
+/// replaces the policies of the guard and of enclosing modules.
 ///
 ///     torchamp::ModulePolicies policies{{"head", Policy::standard().fp32(ops::matmul)},
 ///                                       {"encoder.*.norm", Policy::torch()}};
 ///     policies.apply_to(*model);
 ///
-/// A name selects that module. A pattern must match the whole name: `?` is one character, `*` any
-/// number of characters except a dot, `**` any number of any characters; a backslash (`\*`) makes
-/// each literal. A name takes precedence over patterns; two patterns that match one module are an
-/// error.
+/// A name selects the module with this name. A pattern must match the whole name: `?` is one
+/// character, `*` any number of characters except a dot, `**` any number of any characters; after a
+/// backslash (`\*`) they are literal. A name has precedence over patterns. If two patterns match
+/// one module, it is an error.
 ///
 /// A policy can be set for modules declared as WithPolicy, for entries of a torch::nn::Sequential,
-/// and for a torch::nn::Sequential as a whole (which means its entries). A module has one policy,
-/// whatever calls it. Sequential::at<Type>(i), which requires the exact type, no longer finds an
-/// entry with a policy; `sequential[i]->as<Type>()` does.
+/// and for a torch::nn::Sequential as a whole (which means its entries). A module has one policy
+/// for all callers. For an entry with a policy, use `sequential[i]->as<Type>()`:
+/// Sequential::at<Type>(i) fails, because it requires the exact type.
 ///
 /// The environment variable TORCHAMP_POLICY also overrides module policies. A value: threads may
 /// use copies concurrently. Never synchronises.
@@ -112,13 +112,13 @@ class ModulePolicies {
     return entries;
   }
 
-  /// Sets these policies on the model's modules, and removes those of modules that nothing matches.
+  /// Sets these policies on the model's modules, and removes the policies of all other modules.
   /// Returns the names of the modules with a policy. Call it again for a clone, and after adding
-  /// modules. Not while another thread runs the model.
+  /// modules. Do not call it while another thread runs the model.
   ///
-  /// Errors, which leave the model unchanged: a name or pattern without a match, two patterns that
-  /// match one module, a module whose forward cannot be reached (see above), a module to which two
-  /// names or two Sequentials give different policies, a Sequential that calls a module which is
+  /// Errors, which leave the model unchanged: a name or pattern without a match; two patterns that
+  /// match one module; a module that does not accept a policy (see above); a module for which two
+  /// names or two Sequentials select different policies; a Sequential that calls a module which is
   /// not registered with it.
   std::vector<std::string> apply_to(torch::nn::Module& model) const;
 
@@ -127,7 +127,8 @@ class ModulePolicies {
     std::string pattern;
     std::shared_ptr<const detail::PolicyData> policy;
   };
-  /// The rules that fit a name best, and how: its name, a pattern of the same text, any pattern.
+  /// The rules that match a name best, and how: the name itself, a pattern with the same text, any
+  /// pattern.
   struct Fit {
     int how = 0;
     const Rule* rule = nullptr;
@@ -193,11 +194,11 @@ inline void ModulePolicies::hand_down(const detail::ForwardSites& sites, std::si
   }
 }
 
-/// The fits of all names. Each name is compared with the rules of its own text, which are found,
-/// and with all patterns.
+/// The fits of all names. Each name is compared with the rules of the same text, by a look-up, and
+/// with all patterns.
 inline std::vector<ModulePolicies::Fit> ModulePolicies::fit(
     const detail::ForwardSites& sites) const {
-  std::multimap<std::string, const Rule*> of_names;  // those of one name, in order
+  std::multimap<std::string, const Rule*> of_names;  // the rules of one name are in order
   std::vector<const Rule*> patterns;
   for (const Rule& rule : rules_) {
     if (detail::has_wildcard(rule.pattern)) {
@@ -250,7 +251,7 @@ inline std::vector<ModulePolicies::Chosen> ModulePolicies::choose(
     if (site.is_container() && detail::has_wildcard(rule->pattern)) continue;
     TORCH_CHECK(site.reachable(), "ModulePolicies::apply_to: '", name, "' (", site.module->name(),
                 "), which fits '", rule->pattern,
-                "', has no forward that a policy can be put around. Declare it as "
+                "', does not accept a policy. Declare it as "
                 "torchamp::WithPolicy<...>, or leave it out of the pattern.");
     chosen[index] = {rule, &name, nullptr};
   }

@@ -20,15 +20,15 @@ namespace TORCHAMP_NAMESPACE {
 
 /// The contents of a file that load_policies() has read.
 struct LoadedPolicies {
-  /// For the guards.
+  /// The policy for the guards.
   Policy policy = Policy::standard();
-  /// For the model's modules.
+  /// The policies for the model's modules.
   ModulePolicies modules{};
   /// The file's path.
   std::string path{};
 
-  /// Sets the modules' policies: ModulePolicies::apply_to(), whose errors then name the file.
-  /// Guards take `policy`.
+  /// Sets the modules' policies like ModulePolicies::apply_to(), with errors that name the file.
+  /// For guards use `policy`.
   std::vector<std::string> apply_to(torch::nn::Module& model) const {
     try {
       return modules.apply_to(model);
@@ -47,9 +47,9 @@ struct LoadedPolicies {
 ///     module head
 ///     fp32: addmm
 ///
-/// NAME is a name or pattern of ModulePolicies. A module's part that begins with `policy
-/// standard` or `policy torch` does not inherit the rules before the modules. `#` starts a comment.
-/// Errors name the file, the line (or module) and the reason.
+/// NAME is a name or pattern of ModulePolicies. A module inherits the rules before the first
+/// `module` line, unless its part begins with `policy standard` or `policy torch`. `#` starts a
+/// comment. Errors name the file, the line (or module) and the reason.
 inline LoadedPolicies load_policies(const std::string& path) {
   const std::string call = "torchamp::load_policies";
   LoadedPolicies loaded;

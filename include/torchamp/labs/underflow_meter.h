@@ -26,18 +26,20 @@ struct UnderflowHistory;
 
 /// Options of an UnderflowMeter.
 struct UnderflowMeterOptions {
-  /// Meters the first step, and then every so many.
+  /// A step is metered if its number, from 0, is a multiple of this number.
   int64_t every = 100;
 };
 
 /// The underflow of one module's 16-bit gradients, of inputs or of weights.
 struct UnderflowRow {
   std::string module{};     ///< dotted name; empty if no module is known
-  bool of_weights = false;  ///< of parameters or other leaves
+  bool of_weights = false;  ///< true: gradients of parameters or other leaves
   int64_t elements = 0;     ///< examined, in all metered steps
-  /// Elements that are zero although the same op on the same inputs is not in fp32.
+  /// Elements that are zero, although the same op with the same inputs in fp32 gives a non-zero
+  /// one.
   int64_t lost = 0;
-  /// Elements not examined: of ops that cannot be repeated in fp32, or not without an effect.
+  /// Elements that were not examined: the op cannot be repeated in fp32, or not without side
+  /// effects.
   int64_t not_looked_at = 0;
 
   /// lost / elements; 0 without elements.
@@ -48,8 +50,8 @@ struct UnderflowRow {
 
 /// The underflow in one metered step.
 struct UnderflowStep {
-  int64_t step = 0;      ///< its number, from 0
-  double scale = 1.;     ///< at its beginning; 1 without a scaler
+  int64_t step = 0;      ///< the step's number, from 0
+  double scale = 1.;     ///< the scale at the step's beginning; 1 without a scaler
   int64_t elements = 0;  ///< like UnderflowRow's, of all modules
   int64_t lost = 0;      ///< like UnderflowRow's
 
@@ -63,7 +65,7 @@ struct UnderflowStep {
 struct UnderflowReport {
   std::vector<UnderflowRow> rows{};    ///< the largest share first
   std::vector<UnderflowStep> steps{};  ///< in order
-  int64_t steps_in_all = 0;            ///< metered or not
+  int64_t steps_in_all = 0;            ///< all steps, metered or not
 
   /// The sums over all rows, with no module.
   UnderflowRow total() const {
@@ -77,8 +79,8 @@ struct UnderflowReport {
   }
 };
 
-/// Prints a line per row, and the latest 20 steps with their scales; or that no 16-bit gradient was
-/// made.
+/// Prints a line per row, and the latest 20 steps with their scales. If there was no 16-bit
+/// gradient, it prints so.
 std::ostream& operator<<(std::ostream& out, const UnderflowReport& report);
 
 /// Counts, every so many steps, the elements of 16-bit gradients that underflow:
@@ -90,16 +92,16 @@ std::ostream& operator<<(std::ostream& out, const UnderflowReport& report);
 ///     }
 ///     std::cout << meter.report();
 ///
-/// A metered step repeats each op that makes a 16-bit gradient in backward, in fp32 on the same
-/// inputs, and counts the elements that are zero only in 16 bits. Gradients are those of the scaled
-/// loss, of each backward() of the step. They belong to the module of the forward op: the owner of
-/// a parameter among its arguments, or the innermost user scope around it (see CastRecorder). A
-/// gradient that is then only viewed, copied or added, which loses nothing, counts once. Results,
-/// random numbers, hooks and guards of the program are unchanged; a metered step takes several
-/// times as long.
+/// In a metered step, each op of backward that computes a 16-bit gradient is repeated in fp32 with
+/// the same inputs, and elements that are zero only in 16 bits are counted. This covers each
+/// backward() of the step; gradients are scaled if the loss is. A gradient belongs to the module of
+/// the forward op: the owner of a parameter among its arguments, or the innermost user scope around
+/// it (see CastRecorder). Views, copies and sums of a gradient lose nothing, so they do not count
+/// again. Results, random numbers, hooks and guards of the program are unchanged; a metered step
+/// takes several times as long.
 ///
-/// Only report() synchronises. Between metered steps nothing is observed, and step() does not
-/// look at its scaler. Each process of data-parallel training meters its own gradients.
+/// Only report() synchronises. Between metered steps nothing is observed, and step() does not read
+/// the scaler. Each process of data-parallel training meters its own gradients.
 ///
 /// Not examined: ops of libraries other than ATen and ops that draw random numbers (counted
 /// separately); sparse gradients; computations outside LibTorch's dispatcher; threads without the
@@ -109,8 +111,8 @@ std::ostream& operator<<(std::ostream& out, const UnderflowReport& report);
 /// One thread at a time; several meters may run at once.
 class UnderflowMeter {
  public:
-  /// A step, metered while this object lives if it is its turn. A step that an exception ends
-  /// counts as a step, but its counts are dropped. The thread that made it must destroy it. It may
+  /// A step of training, which lasts as long as this object. If an exception ends it, the step
+  /// counts, but its measurements are dropped. The thread that creates it must destroy it. It may
   /// outlive its meter.
   class [[nodiscard]] Step {
    public:
@@ -128,7 +130,7 @@ class UnderflowMeter {
     std::shared_ptr<detail::UnderflowHistory> history_;
     std::shared_ptr<detail::UnderflowRecording> recording_;
     std::optional<detail::Observation> observation_;
-    at::Tensor scale_;  // undefined if the host knows it
+    at::Tensor scale_;  // undefined if the host has the value
     double known_scale_ = 1.;
     int exceptions_ = 0;
   };
@@ -142,8 +144,8 @@ class UnderflowMeter {
   UnderflowMeter(const UnderflowMeter&) = delete;
   UnderflowMeter& operator=(const UnderflowMeter&) = delete;
 
-  /// Begins a step, which ends when the result is destroyed. Errors: the last step has not ended;
-  /// more than 32 recorders, searches, meters and captures at once.
+  /// Begins a step, which ends when the result is destroyed. Errors: the previous step has not
+  /// ended; more than 32 recorders, searches, meters and captures at once.
   Step step() & { return {*this, nullptr}; }
 
   /// Like step(), for a loss scaled by `scaler`: records its scale, without synchronising.

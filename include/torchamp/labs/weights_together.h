@@ -21,7 +21,7 @@
 
 namespace torchamp::detail {
 
-/// Has weights cast together: see Note [Weights cast together].
+/// Casts weights in groups: see Note [Weights cast together].
 class CastsTogether final : public WeightCasts {
  public:
   void prepare(at::DeviceType device) const override {
@@ -54,16 +54,19 @@ inline const WeightCasts* const casts_together = new CastsTogether;  // never de
 
 namespace TORCHAMP_NAMESPACE {
 
-/// weights_together() leaves the casts to LibTorch's cache, for as long as that keeps them, but
-/// makes them by few ops: a region casts up to 32 weights by one op if the last regions cast these
-/// one after another, and backward casts their gradients by one op. Values and gradients equal,
-/// bitwise, those with LibTorch's cache; the order of the sum may differ where a weight's gradient
-/// is a sum of three or more, from casts of it, of views of it and from ops in fp32. A weight may
-/// be cast before its first use in a region, so call weights_changed() after a write within the
-/// region that LibTorch does not count. A gradient hook that is registered between forward and
-/// backward may get an undefined gradient. No gradient comes to a `w.t()` that the program keeps,
-/// but to `w`. A weight of ops that a policy's predicate decides about, and of others, has two
-/// casts. Only the other caches have statistics and a budget.
+/// Returns a WeightCache that casts weights in groups. Casts are stored in LibTorch's cache, as
+/// long as with WeightCache::libtorch. torchamp records in which order regions cast their weights.
+/// In later regions one op casts up to 32 such weights, and in backward one op casts their
+/// gradients. Values and gradients are bitwise identical to LibTorch's cache. Exception: if a
+/// weight's gradient is a sum of three or more terms (from its casts, from casts of its views and
+/// from ops in fp32), the order of the sum may differ.
+///
+/// A weight may be cast before its first use in a region. So call weights_changed() after a write
+/// in the region that LibTorch does not count. A gradient hook that is registered between
+/// forward and backward may get an undefined gradient. If the program stores a `w.t()`, no gradient
+/// reaches it: the gradient goes directly to `w`. If a policy's predicate decides for some ops of a
+/// weight, and other ops use the weight too, the weight is cast twice. This cache has no statistics
+/// and no budget.
 inline WeightCache weights_together() {
   return {detail::WeightKeep::Until::region_ends, &detail::casts_together};
 }

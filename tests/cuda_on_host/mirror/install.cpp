@@ -158,7 +158,7 @@ class Mirrored final : public c10::OperatorKernel {
     const Stack arguments(stack->end() - static_cast<std::ptrdiff_t>(op_->arguments()),
                           stack->end());
     const std::vector<c10::DeviceIndex> devices = devices_of(arguments);
-    // Copies from and to the host are real, and what they need besides are calls of their own.
+    // Copies from and to the host are real, and their further work consists of separate calls.
     const bool is_real = op_->name == "copy_" && any_on_cpu(arguments);
     if (devices.empty() || is_real || writes_to_sparse(arguments))
       return op_->original.callBoxed(handle, keys, stack);

@@ -23,7 +23,8 @@ std::set<const Node*> reached_from(const std::vector<Node*>& nodes) {
   return result;
 }
 
-/// Whether each stream's work in the capture has been joined into the one that began it.
+/// Whether each stream's work in the capture has been joined into the stream that began the
+/// capture.
 bool is_joined(const Capture& capture) {
   const std::set<const Node*> joined = reached_from(capture.origin->last_nodes);
   for (const Stream* stream : capture.members) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// cuDNN's recurrent layers: where each matrix lies in the buffer that holds them all.
+// cuDNN's recurrent layers: the place of each matrix in the common buffer.
 #include <cudnn.h>
 
 #include <vector>
@@ -30,7 +30,7 @@ struct Matrix {
   size_t offset;  // in elements
 };
 
-/// All matrices and then all biases, layer by layer, those of the input before those of the state.
+/// All matrices and then all biases, layer by layer; for the input first, then for the state.
 std::vector<Matrix> matrices_of(const Rnn& rnn) {
   std::vector<Matrix> result;
   size_t offset = 0;

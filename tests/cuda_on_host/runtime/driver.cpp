@@ -68,7 +68,7 @@ CUresult cuPointerGetAttribute(void* value, CUpointer_attribute attribute, CUdev
   return CUDA_SUCCESS;
 }
 
-// NVIDIA's other libraries ask for these where they find a driver, and then do without one.
+// NVIDIA's other libraries request these if they find a driver, and then work without one.
 CUresult cuGetExportTable(const void** table, const CUuuid*) {
   *table = nullptr;
   return CUDA_ERROR_NOT_FOUND;

@@ -75,7 +75,7 @@ class World {
   struct Page {
     std::atomic<std::uint64_t> given, read;  ///< how many exchanges
     Shape shape;
-    std::size_t begin[max_processes + 1];  ///< of pairs: where each process's bytes are
+    std::size_t begin[max_processes + 1];  ///< of pairs: the place of each process's bytes
   };
   static constexpr std::size_t page_bytes = 4096;
   static constexpr std::size_t file_bytes = std::size_t{2} << 30;  // never all used

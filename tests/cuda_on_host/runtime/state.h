@@ -65,7 +65,7 @@ bool is_device_memory(const void* memory);
 char* alias(const void* memory);
 /// Whether bytes of device memory are in one block; host memory always is.
 bool is_within_a_block(const void* memory, std::size_t size);
-/// nullptr where there is none left.
+/// nullptr if there is none left.
 char* allocate_device_memory(std::size_t size);
 
 // ---- Streams, events, captures and graphs ------------------------------------------------------

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
 # cmake -DNAMES_OF=FILE -DERROR=n -DVERSION=NODE -DNM=nm -DOUT=PREFIX -P stubs.cmake
 #
-# Writes PREFIX.cpp, which has a function for each that a library exports, or that FILE.txt lists, and
-# PREFIX.map with the version of their symbols. Each returns the error n and writes its name into
-# the log; it is weak, so that the stand-in's own function of that name comes in its place.
+# Writes PREFIX.cpp, with a function for each name that a library exports or that FILE.txt lists,
+# and PREFIX.map, with the version of their symbols. Each function returns the error n and writes
+# its name into the log. It is weak, so a function of the simulation with this name replaces it.
 if(NAMES_OF MATCHES "[.]txt$")
   file(STRINGS ${NAMES_OF} names)
 else()

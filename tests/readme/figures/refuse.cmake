@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# cmake -DPAGES=FOLDER -P refuse.cmake -- FIGURES: right.md of the folder with one thing changed must fail, with a text.
+# cmake -DPAGES=FOLDER -P refuse.cmake -- FIGURES: after one change of the folder's right.md, FIGURES must fail with a
+# text.
 include(${CMAKE_CURRENT_LIST_DIR}/../../../examples/support/program_arguments.cmake)
 program_arguments(figures)
 file(READ ${PAGES}/right.md right)
@@ -31,6 +32,9 @@ refuse("1.00 GiB" "1.01 GiB" "1.01 GiB: the source has 1.00")
 refuse("0.500 ms" "" "an empty cell of time")
 refuse("| 66 % | 10 % |" "| 66 % | 11 % |" "11 %: the source has 10")
 refuse("from report.md -->" "from absent.md -->" "there is no")
-refuse("<!-- figures: by arithmetic -->" "" "3.0 GiB: has no source")
+refuse("takes 331 ms" "takes 332 ms" "332 is not in")
+refuse("1,234.5 ms" "1,234.6 ms" "1234.6 is not in")
+refuse("<!-- figures: from report.md -->" "" "331 ms: has no source")
+refuse("11.9 to 12.1 ms" "11.9 to 12.3 ms" "12.3 ms: the source has 12.1")
 refuse("column memory" "column size" "1.00 GiB: has no source")
 refuse("| bf16 | saved" "| bf16 | time" "10 to 66 %: the source has")

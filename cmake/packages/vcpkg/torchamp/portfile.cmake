@@ -3,8 +3,8 @@
 #
 #   vcpkg install torchamp --overlay-ports=TORCHAMP/cmake/packages/vcpkg
 #
-# LibTorch is not a dependency: the project that uses the package finds its own, or fetches one. tests/consume runs
-# these steps with replacements for vcpkg's functions; vcpkg itself has not run them.
+# LibTorch is not a dependency: the project that uses the package finds or fetches LibTorch. tests/consume runs these
+# steps with replacements for vcpkg's functions; vcpkg itself has not run them.
 
 set(VCPKG_BUILD_TYPE release)  # headers alone
 cmake_path(SET source NORMALIZE "${CURRENT_PORT_DIR}/../../../..")

@@ -37,8 +37,8 @@
 
 namespace torchamp::detail {
 
-/// The op's kernel under the device's autocast key, if it has one: LibTorch's, as long as
-/// torchamp's is not registered, afterwards torchamp's.
+/// The op's kernel under the device's autocast key, if there is one: torchamp's kernel if it is
+/// registered, otherwise LibTorch's.
 inline std::optional<NativeKernel> registered_kernel(const c10::OperatorHandle& op,
                                                      at::DeviceType device) {
   if (!has_autocast_kernel(op, device)) return std::nullopt;
@@ -52,31 +52,31 @@ inline bool lowers_natively(const c10::OperatorHandle& op, at::DeviceType device
 }
 
 // Note [Autocast kernels]
-// An autocast kernel of torchamp's is a boxed kernel for one op under one device's autocast key. It
-// is registered at most once per process, when the first policy that disagrees with LibTorch about
-// that op comes into force, and asks the calling thread's policy on every call. Without a torchamp
-// guard, or where the policy has no rule for the op, it calls LibTorch's kernel, which it replaces,
-// or, where there was none, passes the call on to the next key with autocast still on, as the
-// fallthrough did. So code that uses at::autocast without torchamp sees no change.
+// An autocast kernel of torchamp is a boxed kernel for one op under one device's autocast key. It
+// is registered at most once per process, by the first guard whose policy differs from LibTorch's
+// rule for the op. On every call it reads the calling thread's policy. If there is no torchamp
+// guard, or the policy has no rule for the op, it calls LibTorch's kernel, which it replaces. If
+// LibTorch has no kernel, it passes the call on to the next key with autocast still on, as the
+// fallthrough did. So code that uses at::autocast without torchamp behaves as before.
 //
-// LibTorch does not lock its dispatch table against calls. Registration is safe beside threads that
-// call ops outside autocast, but not beside threads that call the same op inside it.
+// LibTorch does not lock its dispatch table against calls. Registration is safe while other threads
+// call ops outside autocast, but not while other threads call the same op inside autocast.
 //
 // Note [TorchScript]
-// LibTorch's JIT rewrites a script that runs with autocast on: it puts a cast op
-// (aten::_autocast_to_reduced_precision or _full_precision) before ops on lists of its own. The
-// dispatcher, and so the policy, still sees every op; torchamp's kernels make these casts no-ops
-// wherever a guard is in force on the thread. Scripts then follow the policy exactly as C++ does,
-// whichever state they were first run in, while other threads keep the JIT's casts.
+// LibTorch's JIT rewrites a script that runs with autocast on: it inserts a cast op
+// (aten::_autocast_to_reduced_precision or _full_precision) before ops on the JIT's own lists. The
+// dispatcher, and so the policy, still gets every op. If a guard is active on the thread,
+// torchamp's kernels turn these casts into no-ops. Scripts then follow the policy exactly as C++
+// does, in whichever state they first ran; on other threads the JIT's casts stay.
 //
 // Note [Writes in a region]
-// LibTorch's cache returns a weight's cast also after a write to the weight. So in a region the
-// kernels of the ops in weight_writing_ops drop the cached casts after a write to what may be a
-// weight: the version counter cannot tell, because SGD writes through `.data()`, which has a
-// counter of its own. Most other tensors that are written to are results of ops or own their memory
-// alone (activations, gradients, optimizer states); for these nothing is dropped.
+// LibTorch's cache returns a weight's cast even after a write to the weight. So in a region the
+// kernels of the ops in weight_writing_ops drop the cached casts after a write to a tensor that may
+// be a weight. A version counter does not show such writes, because SGD writes through `.data()`,
+// which has its own counter. Most other tensors that are written are results of ops, or own their
+// memory alone (activations, gradients, optimizer states); for these nothing is dropped.
 
-/// Drops the casts of the tensors that a call writes to after the call, whatever it throws.
+/// After a call, even if it throws, drops the casts of the tensors that the call writes.
 class DropCastsOfWritten {
  public:
   /// `written`: an argument of the call, a tensor or a list.
@@ -102,13 +102,13 @@ class DropCastsOfWritten {
     return tensor.requires_grad() || (tensor.has_storage() && tensor.storage().use_count() > 1);
   }
 
-  bool is_fp32_ = false;               // LibTorch's cache holds no others
-  std::vector<at::Tensor> uncounted_;  // `.data()`; torchamp's cache notices counted writes itself
+  bool is_fp32_ = false;               // LibTorch's cache holds only casts of fp32 tensors
+  std::vector<at::Tensor> uncounted_;  // `.data()`; torchamp's cache detects counted writes itself
 };
 
 class AutocastKernel final : public c10::OperatorKernel {
  public:
-  /// `native`: LibTorch's kernel, which this one is to replace, if there is one.
+  /// `native`: LibTorch's kernel, which this kernel replaces, if there is one.
   AutocastKernel(const c10::OperatorHandle& op, std::size_t index, at::DeviceType device,
                  std::optional<NativeKernel> native)
       : native_(std::move(native)),
@@ -125,17 +125,17 @@ class AutocastKernel final : public c10::OperatorKernel {
 
   void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys,
                   torch::jit::Stack* stack) const {
-    // Without a policy LibTorch alone decides, also of the JIT's casts.
+    // Without a policy LibTorch alone decides, and the JIT's casts are made.
     const ThreadPolicy* const of_thread = thread_policy();
     if (!follows_policy(of_thread)) return call_native(op, keys, stack);
     std::optional<DropCastsOfWritten> drop_casts;
     if (writes_weights_) drop_casts.emplace((*stack)[stack->size() - argument_count_]);
-    // A policy decides at the ops themselves, so what the JIT has added does nothing.
+    // A policy decides at the ops themselves, so the cast that the JIT has inserted does nothing.
     if (is_script_cast_) return keep_self(*stack);
-    // Asked once a call: conditions of a rule run the program's code.
+    // Evaluated once per call: conditions of a rule run the program's code.
     const PolicyData& policy = *of_thread->in_force[device_index_];
     const CallRule rule = policy.rule(device_index_, index_, device_, op, *stack);
-    // An OpRule takes the arguments as they are. Where it cannot, they are cast.
+    // An OpRule takes the arguments unchanged. If it cannot run the call, the arguments are cast.
     OpRuleUsage* const usage = of_thread->op_rule_usage.get();
     if (run_by_op_rule(policy, rule, usage, op, *stack)) return;
     const Facts* const facts = facts_of_op(op);
@@ -145,7 +145,8 @@ class AutocastKernel final : public c10::OperatorKernel {
   }
 
  private:
-  /// What a call needs to know of its op. The first call finds it out: most are never called.
+  /// Facts about the op that a call needs. The first call computes them, because most ops are never
+  /// called.
   struct Facts {
     Facts(const c10::OperatorHandle& op, at::DeviceType device)
         : cast_arguments(op.schema(), contains(ops::addition, op.operator_name())),
@@ -159,7 +160,7 @@ class AutocastKernel final : public c10::OperatorKernel {
     bool is_natively_lowered;
   };
 
-  /// Null of an op that was registered again, with other arguments, before its first call.
+  /// Null if the op was registered again with other arguments before its first call.
   const Facts* facts_of_op(const c10::OperatorHandle& op) const {
     const Facts* const known = facts_.load(std::memory_order_acquire);
     return known || op.schema().arguments().size() != argument_count_ ? known : find_facts(op);
@@ -181,7 +182,7 @@ class AutocastKernel final : public c10::OperatorKernel {
     }
   }
 
-  /// Whether the thread's policy decides of a call.
+  /// Whether the thread's policy decides about a call.
   bool follows_policy(const ThreadPolicy* of_thread) const {
     if (of_thread == nullptr) return false;
     if (of_thread->in_force[device_index_] == nullptr) return false;  // a disabled region
@@ -189,11 +190,11 @@ class AutocastKernel final : public c10::OperatorKernel {
     return !adds_gradients_ || !leaves_sums_alone(*of_thread);
   }
 
-  /// Leaves the tensor that a cast of the JIT's takes, as its result.
+  /// Returns the tensor that a cast of the JIT takes, unchanged.
   void keep_self(torch::jit::Stack& stack) const { torch::jit::drop(stack, argument_count_ - 1); }
 
-  /// Lets the OpRule of the call's rule run it, if there is one and it can. Tells of calls that the
-  /// policy's OpRule does not reach.
+  /// Runs the call by the OpRule of the call's rule, if there is one and it can. Records calls that
+  /// the policy's OpRule does not reach.
   bool run_by_op_rule(const PolicyData& policy, const CallRule& rule, OpRuleUsage* usage,
                       const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
     if (rule.op_rule != nullptr) {
@@ -204,17 +205,17 @@ class AutocastKernel final : public c10::OperatorKernel {
     return false;
   }
 
-  /// What becomes of a call's arguments.
+  /// How a call's arguments are cast.
   struct CallCast {
     Cast cast;  // native: nothing here, LibTorch's kernel decides
     Where where;
     const WeightCasts* weight_casts;  // who casts weights to 16 bits, if not LibTorch
   };
 
-  /// As the rule says. But where a region has its own casts of weights, what LibTorch's kernel
-  /// would cast to 16 bits is cast here, to the same values, so that the weights come to them. Not
-  /// if a condition of the policy has decided for LibTorch's kernel: PolicyData::decide has
-  /// announced to profilers that it runs.
+  /// As the rule says. Exception: if a region has its own casts of weights, arguments that
+  /// LibTorch's kernel would cast to 16 bits are cast here, to the same values, so that these casts
+  /// of weights are used. This does not apply if a condition of the policy has chosen LibTorch's
+  /// kernel, because PolicyData::decide has reported that choice to profilers.
   static CallCast cast_of_call(const ThreadPolicy& of_thread, const CallRule& rule,
                                const Facts* facts) {
     const WeightCasts* const weight_casts = of_thread.weight_casts;
@@ -234,7 +235,7 @@ class AutocastKernel final : public c10::OperatorKernel {
     std::optional<NoWarning> no_warning;
     std::optional<at::ScalarType> result_dtype;
     if (how.cast != Cast::unchanged || how.where == Where::backward_sums) {
-      written = cast_arguments(how, facts, op, *stack);  // throws if they are not of this op
+      written = cast_arguments(how, facts, op, *stack);  // throws if they do not fit this op
       if (facts->is_recurrent_layer) no_warning.emplace(scattered_weights);
       if (how.where == Where::backward_sums) {
         result_dtype = facts->cast_arguments.widen_for_backward(device_, *stack);
@@ -271,7 +272,7 @@ class AutocastKernel final : public c10::OperatorKernel {
                 stack);
   }
 
-  std::optional<NativeKernel> native_;  // LibTorch's, which it replaces, if there is one
+  std::optional<NativeKernel> native_;  // LibTorch's kernel, which this one replaces
   std::size_t index_;
   at::DeviceType device_;
   std::size_t device_index_;
@@ -286,7 +287,7 @@ class AutocastKernel final : public c10::OperatorKernel {
 
 /// Makes sure that torchamp's kernel of the op for the device is registered, and returns its index
 /// in the KernelRules. All libraries of the process share the map of kernels, and each registers
-/// only with its lock: so an op gets one kernel of torchamp's, whichever library asks first.
+/// under its lock. So an op has only one kernel of torchamp.
 inline std::size_t register_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
   SharedRuntime& runtime = shared_runtime();
   auto& kernels = runtime.kernels[device_index(device, "register_kernel")];
@@ -295,12 +296,12 @@ inline std::size_t register_kernel(const c10::OperatorHandle& op, at::DeviceType
     return known->second.index;
   }
   const std::size_t index = kernels.size();
-  // The dispatcher has none of torchamp's yet, so what it has is LibTorch's.
+  // torchamp's kernel is not registered yet, so the present kernel is LibTorch's.
   std::optional<NativeKernel> native = registered_kernel(op, device);
   const bool has_native = native.has_value();
   const NoWarning of_any_text("");  // LibTorch warns of kernels that replace others
-  // (A torch::Library would parse the name, which takes longer than all else that the first guard
-  // does for an op.)
+  // (A torch::Library would parse the name, which takes longer than all other work of the first
+  // guard for an op.)
   auto registration =
       std::make_unique<c10::RegistrationHandleRAII>(c10::Dispatcher::singleton().registerImpl(
           op.operator_name(), autocast_key(device),
@@ -308,7 +309,7 @@ inline std::size_t register_kernel(const c10::OperatorHandle& op, at::DeviceType
               std::make_unique<AutocastKernel>(op, index, device, std::move(native))),
           std::nullopt, nullptr, "torchamp kernel"));
   kernels.emplace(op.operator_name(), KnownKernel{index, has_native});
-  (void)registration.release();  // never destroyed: its end would take the kernel away
+  (void)registration.release();  // never destroyed: its destructor would remove the kernel
   return index;
 }
 

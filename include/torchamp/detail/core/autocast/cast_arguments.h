@@ -36,7 +36,7 @@ struct WrittenCopy {
 };
 using WrittenCopies = std::vector<WrittenCopy>;
 
-/// Brings what the op has written to where it belongs.
+/// Copies the results that the op has written back to the arguments.
 inline void copy_back(const WrittenCopies& written) {
   const at::NoGradGuard no_grad;
   for (const WrittenCopy& one : written) one.argument.copy_(one.copy);
@@ -67,7 +67,7 @@ class CastArguments {
       if (name == "training" || name == "use_input_stats") training_position_ = i;
       if (name == "accumulate" || name == "reduce") sum_position_ = i;
       if (name == "sparse") sparse_position_ = i;
-      // Flash attention takes its slopes in fp32 only.
+      // Flash attention takes slopes in fp32 only.
       if (!holds_tensors(*argument.type()) || name == "alibi_slopes") continue;
       const bool is_beside = has_statistics && (name == "weight" || name == "bias");
       auto& others = is_beside ? beside_statistics_ : positions_;
@@ -75,8 +75,9 @@ class CastArguments {
     }
   }
 
-  /// Whether LibTorch refuses the call of an op in whose row of the standard table this matters:
-  /// masked_fill with a value beyond the dtype of what it fills, or rrelu in fp16 training.
+  /// For ops whose row of the standard table depends on it: whether LibTorch rejects the call. It
+  /// rejects masked_fill with a value that the filled tensor's dtype cannot hold, and rrelu in fp16
+  /// training.
   bool is_refused(torch::jit::Stack& stack) const {
     const c10::IValue* const arguments = stack.data() + (stack.size() - count_);
     const at::ScalarType dtype = arguments[0].toTensor().scalar_type();
@@ -84,8 +85,8 @@ class CastArguments {
     return dtype == at::kHalf && arguments[*training_position_].toBool();
   }
 
-  /// Whether the call of an op in index_sum_ops sums: not if it only writes, or selects by `amax`
-  /// or `amin`.
+  /// Whether the call of an op in index_sum_ops adds values. It does not if it only writes, or
+  /// selects by `amax` or `amin`.
   bool sums(torch::jit::Stack& stack) const {
     if (!sum_position_) return true;
     const c10::IValue& value = *(stack.data() + (stack.size() - count_) + *sum_position_);
@@ -115,8 +116,8 @@ class CastArguments {
     return dtype;
   }
 
-  /// Casts as `cast` says for a region of `device`. After the op has run, what it has written is to
-  /// be written back. `weight_casts`: who casts weights to 16 bits, if not LibTorch.
+  /// Casts as `cast` says for a region of `device`. After the op has run, the caller copies the
+  /// returned WrittenCopies back. `weight_casts`: casts weights to 16 bits; null: LibTorch does.
   [[nodiscard]] WrittenCopies operator()(Cast cast, at::DeviceType device,
                                          const WeightCasts* weight_casts,
                                          const c10::FunctionSchema& schema,
@@ -130,7 +131,7 @@ class CastArguments {
     };
     switch (cast) {
       case Cast::lower_precision:
-      case Cast::fp8:  // where it cannot be
+      case Cast::fp8:  // calls that fp8 does not support
         if (device == at::kCPU && is_sparse(call)) return to(at::kFloat, call);
         return narrow(at::autocast::get_autocast_dtype(device));
       case Cast::promote:
@@ -191,7 +192,7 @@ class CastArguments {
     return widest_of(widest_of(dtype, beside_statistics_, call), statistics_, call);
   }
 
-  /// That of the tensor which the op writes to, if it can be computed in.
+  /// The dtype of the tensor that the op writes, if the op can compute in it.
   Dtype dtype_written_to(const Call& call) const {
     const c10::IValue& value = call[*written_position_];
     if (!value.isTensor() || !value.toTensor().is_floating_point()) return std::nullopt;
@@ -207,11 +208,11 @@ class CastArguments {
   }
 
   // Note [Casts of running statistics]
-  // Statistics in fp32 that were cast to 16 bits would lose what an update adds, so they are never
-  // narrowed. Where an op needs them wider than they are (`fp32` on a model in 16 bits) it is given
-  // a copy, which is copied back if the op has updated it. LibTorch's kernels take weight and bias
-  // in the dtype of the statistics and in no other. Its instance_norm narrows statistics by itself
-  // where there is no weight, so it is given one of ones. undeclared_writes_test runs all such ops.
+  // If fp32 statistics were cast to 16 bits, the update of an op would be lost, so statistics are
+  // never narrowed. If an op needs wider statistics (`fp32` on a model in 16 bits), it gets a copy,
+  // which is copied back if the op has updated it. LibTorch's kernels require weight and bias in
+  // the dtype of the statistics. Without a weight, LibTorch's instance_norm narrows the statistics
+  // itself, so it gets a weight of ones. undeclared_writes_test runs all such ops.
   WrittenCopies cast_statistics(at::ScalarType dtype, const Call& call) const {
     WrittenCopies written;
     const at::ScalarType wide = *widest_of(dtype, statistics_, call);
@@ -228,13 +229,13 @@ class CastArguments {
     return written;
   }
 
-  /// Whether the call updates the statistics. An op without an argument that says so always does.
+  /// Whether the call updates the statistics. An op without such an argument always does.
   bool updates_statistics(const Call& call) const {
     const auto& position = training_position_;
     return !position || !call[*position].isBool() || call[*position].toBool();
   }
 
-  /// Where a call has statistics and no weight, makes the weight ones.
+  /// If a call has statistics and no weight, sets the weight to ones.
   void give_unit_weight(const Call& call) const {
     c10::IValue& weight = call[*unit_weight_position_];
     const c10::IValue& statistic = call[statistics_.front()];
@@ -275,7 +276,7 @@ class CastArguments {
 
   // Sets the op's dtype argument to fp32, unless the caller gave one (LibTorch's rule for
   // `fp32_set_opt_dtype`). False, with nothing set, if the arguments must be cast instead: a tensor
-  // that is never cast would be converted, too, and ops on nested tensors take no dtype.
+  // that is never cast would also be converted, and ops on nested tensors take no dtype.
   bool ask_for_fp32(const Call& call) const {
     c10::IValue& dtype = call[*dtype_position_];
     if (!dtype.isNone()) return true;
@@ -294,16 +295,17 @@ class CastArguments {
     return all_can_be_asked;
   }
 
-  /// Whether the caller asks for a result in 16 bits.
+  /// Whether the caller requests a result in 16 bits.
   bool asks_for_16_bit(const Call& call) const {
     const c10::IValue& dtype = call[*dtype_position_];
     return !dtype.isNone() && is_16_bit(dtype.toScalarType());
   }
 
   // Note [One cast for an addition]
-  // An op with type promotion computes in fp32 as soon as one argument that decides the dtype is
-  // fp32, and converts the other on the fly. Tensors with dimensions decide over those without. So
-  // one cast serves for two arguments. Kernels of sparse layouts do not all convert: false.
+  // If one argument of an op with type promotion is fp32, the op computes in fp32 and converts the
+  // other argument inside its kernel. (A tensor with dimensions decides the dtype before a tensor
+  // without.) So one cast is enough for two arguments. Not all kernels of sparse layouts convert;
+  // for these this returns false.
   bool widen_one(const Call& call) const {
     c10::IValue* chosen = nullptr;
     bool chosen_has_dims = false, wide = false;
@@ -332,11 +334,11 @@ class CastArguments {
   Positions statistics_;         // of running statistics; not in positions_
   Positions beside_statistics_;  // of their weight and bias; not in positions_
   std::optional<std::size_t> dtype_position_;
-  std::optional<std::size_t> training_position_;  // of what says whether statistics are updated
+  std::optional<std::size_t> training_position_;  // of the switch for updates of statistics
   std::optional<std::size_t> written_position_;
   std::optional<std::size_t> unit_weight_position_;  // of instance_norm's weight
   std::optional<std::size_t> sum_position_;          // of `accumulate` or `reduce`
-  std::optional<std::size_t> sparse_position_;       // of what says whether gradients are sparse
+  std::optional<std::size_t> sparse_position_;       // of the argument that makes gradients sparse
   std::size_t count_;
   bool promotes_;
   bool is_asked_for_dtype_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What TORCHAMP_POLICY, or an extra's trial, has guards do whatever they are given.
+// How TORCHAMP_POLICY, or an extra's trial, overrides the options of guards.
 #pragma once
 
 #include <memory>
@@ -15,14 +15,14 @@ namespace torchamp::detail {
 using PolicyFileReader = std::shared_ptr<const PolicyData> (*)(const std::string& call,
                                                                const std::string& path);
 
-/// Which torchamp/policy_text.h registers; null where no source file includes that.
+/// torchamp/policy_text.h registers it; null if no source file includes that header.
 inline PolicyFileReader policy_file_reader = nullptr;
 
-/// The policy that TORCHAMP_POLICY, being `text`, names.
+/// The policy for the value `text` of TORCHAMP_POLICY.
 std::shared_ptr<const PolicyData> environment_policy(const std::string& text,
                                                      PolicyFileReader read_file);
 
-/// What overrides the guards of a thread whose policy this is, which may be null.
+/// The override for guards of a thread with this policy, which may be null.
 const GuardOverride& guard_override(const ThreadPolicy* policy);
 
 }  // namespace torchamp::detail

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What is said of some ops, by LibTorch and by torchamp.
+// Warnings about some ops, by LibTorch and by torchamp.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -15,17 +15,18 @@
 
 namespace torchamp::detail {
 
-/// In LibTorch's warning that the weights of a recurrent layer are scattered: see
+/// A part of LibTorch's warning that the weights of a recurrent layer are scattered: see
 /// Note [Recurrent layers].
 inline constexpr const char* scattered_weights = "not part of single contiguous chunk";
 
 // Note [Binary cross entropy]
 // binary_cross_entropy takes probabilities, in general a sigmoid's. In 16 bits a sigmoid rounds to
 // 1 from about 8.3 on in fp16 and 6.2 in bf16, and in fp16 to 0 below about -17. The gradient of
-// such an element is lost in the sigmoid, whatever the loss itself is computed in. That is why
-// LibTorch's CUDA kernel for autocast refuses the op, also where the sigmoid is in fp32; a CPU has
-// no ban. Policy::standard() computes the op in fp32 on every device, and warns once if its input
-// is in 16 bits, that is, has been rounded already. Policy::torch() keeps the ban.
+// such an element is lost in the sigmoid, even if the loss is computed in fp32. Therefore
+// LibTorch's CUDA kernel for autocast rejects the op, even if the sigmoid is in fp32; on a CPU
+// LibTorch allows it. Policy::standard() computes the op in fp32 on every device, and warns once if
+// its input is in 16 bits, because the input is then already rounded. Policy::torch() rejects the
+// op like LibTorch.
 
 /// Warns once, from the dtype of the op's first argument. Reads no device.
 inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,
@@ -38,8 +39,8 @@ inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,
   warn_once(
       is_known,
       {"torchamp: binary_cross_entropy was given probabilities in ", c10::toString(dtype),
-       ". The loss is computed in fp32, but a sigmoid in 16 bits has already rounded those that "
-       "are close to 0 or 1, whose gradients are then lost. Use binary_cross_entropy_with_logits, "
+       ". The loss is computed in fp32, but a sigmoid in 16 bits has already rounded probabilities "
+       "close to 0 or 1, so their gradients are lost. Use binary_cross_entropy_with_logits, "
        "or compute the sigmoid in fp32 (torch::sigmoid(logits.to(torch::kFloat)), or "
        "Policy::fp32(\"sigmoid\"))."});
 }

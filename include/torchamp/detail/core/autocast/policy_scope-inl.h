@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What is put into a thread's slot, and how it is taken out again.
+// How a policy is put into a thread's slot, and how it is removed.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -13,74 +13,18 @@
 #include "torchamp/detail/core/autocast/policy_scope.h"
 #include "torchamp/detail/core/autocast/script_switch.h"
 #include "torchamp/detail/core/base/text.h"
-#include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
 namespace torchamp::detail {
 
-// Note [Guards without allocations]
-// What an outermost guard puts into its thread's slot is mostly what the thread's last one has put
-// there. So it is kept for the thread's next guard, which takes 150 ns instead of 280, unless an
-// extra has a part in it, or the policy has predicates: what they hold is not to live longer than
-// the program wants.
-
-/// What the calling thread's last outermost guard has left behind, or nothing.
-class SparePolicy {
- public:
-  /// To be moved from; null if there is nothing that may be put into the slot again.
-  static PolicyInSlot* find() {
-    PolicyInSlot* const spare = of_this_thread();
-    if (spare == nullptr || spare->node == nullptr) return nullptr;
-    // The node has none below it, so it would hide slots that the thread has, a profiler's say.
-    if (c10::ThreadLocalDebugInfo::current() != nullptr) return nullptr;
-    // In a backward pass a scope's policy is a copy with its number: see for_this_backward_pass().
-    return this_backward_pass() == ThreadPolicy::no_backward_pass ? spare : nullptr;
-  }
-
-  /// Keeps what an outermost scope has put into the slot, if another guard may want it.
-  static void keep(PolicyInSlot&& last) {
-    PolicyInSlot* const spare = of_this_thread();
-    if (spare != nullptr && is_of_use(*last.policy)) *spare = std::move(last);
-  }
-
- private:
-  static bool is_of_use(const ThreadPolicy& policy) {
-    const bool has_extras = policy.op_rule_usage || policy.guards || policy.keep.region != 0;
-    const bool is_of_backward = policy.backward_pass != ThreadPolicy::no_backward_pass;
-    if (!policy.is_in_guard || is_of_backward || has_extras) return false;
-    for (const Edit& edit : policy.inherited->edits) {
-      if (edit.when.predicate) return false;
-    }
-    return true;
-  }
-
-  /// Null after the thread's has been destroyed: guards in destructors that run then have none.
-  static PolicyInSlot* of_this_thread() {
-    static thread_local bool is_over = false;  // has no destructor: may be read until the end
-    struct OfThread : PolicyInSlot {
-      ~OfThread() { is_over = true; }
-    };
-    static thread_local OfThread spare;
-    return is_over ? nullptr : &spare;
-  }
-};
-
 TORCHAMP_BODY PolicyScope::PolicyScope(std::shared_ptr<const ThreadPolicy> policy) {
   if (policy == nullptr) return;
-  policy_ = for_this_backward_pass(std::move(policy));
+  policy = for_this_backward_pass(std::move(policy));
   before_ = c10::ThreadLocalDebugInfo::current();
   const ThreadPolicy* const outer = thread_policy();
-  c10::ThreadLocalDebugInfo::_push(policy_slot(), std::const_pointer_cast<ThreadPolicy>(policy_));
-  ours_ = c10::ThreadLocalDebugInfo::current().get();
-  scripts_outside_ = ScriptSwitch::begin_scope(outer, policy_.get());
-}
-
-// As the other constructor, with a node that is there already. The thread has no slots, as find()
-// has seen: so before_ stays null, and there is no policy around.
-TORCHAMP_BODY PolicyScope::PolicyScope(PolicyInSlot&& spare)
-    : policy_(std::move(spare.policy)), ours_(spare.node.get()) {
-  c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(spare.node));
-  scripts_outside_ = ScriptSwitch::begin_scope(/*outer=*/nullptr, policy_.get());
+  c10::ThreadLocalDebugInfo::_push(policy_slot(), std::const_pointer_cast<ThreadPolicy>(policy));
+  ours_ = c10::ThreadLocalDebugInfo::current();
+  scripts_outside_ = ScriptSwitch::begin_scope(outer, policy.get());
 }
 
 TORCHAMP_BODY PolicyScope::~PolicyScope() {
@@ -89,10 +33,9 @@ TORCHAMP_BODY PolicyScope::~PolicyScope() {
 
 TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
   if (!is_on_its_thread()) {
-    warn_in_destructor(
-        {guard,
-         ": destroyed by another thread than the one that made it, so that thread's state was not "
-         "restored. Keep a guard in the scope that it covers."});
+    warn_in_destructor({guard,
+                        ": destroyed by another thread than the thread that made it, whose state "
+                        "was not restored. Make the guard a local variable."});
     return false;
   }
   if (ours_ != nullptr) end();
@@ -100,24 +43,18 @@ TORCHAMP_BODY bool PolicyScope::end_of(const char* guard) {
 }
 
 TORCHAMP_BODY void PolicyScope::end() noexcept {
-  auto top = c10::ThreadLocalDebugInfo::current();
-  const bool is_on_top = is_ours(top.get());
-  const bool is_outermost = is_on_top && before_ == nullptr;  // leaves the thread without slots
   std::string failure;
-  if (!is_on_top) {
+  if (c10::ThreadLocalDebugInfo::current() == ours_) {
+    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(before_));
+  } else {
     try {
       end_below_others();
     } catch (const std::exception& error) {
       failure = error.what();
     }
-  } else {
-    c10::ThreadLocalDebugInfo::_forceCurrentDebugInfo(std::move(before_));
-    // Nobody changes a node or a policy, so other threads may hold them meanwhile.
-    if (is_outermost) SparePolicy::keep({std::move(policy_), std::move(top)});
   }
   ours_ = nullptr;
-  // By the policy that is in force now: none where no slot is left.
-  ScriptSwitch::end_scope(is_outermost ? nullptr : thread_policy(), scripts_outside_);
+  ScriptSwitch::end_scope(thread_policy(), scripts_outside_);
   if (failure.empty()) return;
   warn_in_destructor({"~AutocastGuard: cannot restore the thread's slots: ", failure});
 }
@@ -128,9 +65,9 @@ struct ThreadSlot {
   std::shared_ptr<c10::DebugInfoBase> info;
 };
 
-/// Takes the calling thread's uppermost slot away. LibTorch does not tell its kind, and _pop()
-/// throws if it is not the given one, before it changes anything: so all known kinds are tried.
-/// Nothing if it is none of these: the slot stays.
+/// Removes the calling thread's uppermost slot. LibTorch does not report the slot's kind, and
+/// _pop() of another kind throws before it changes anything: so all known kinds are tried. If the
+/// kind is unknown, the slot stays, and the result is empty.
 inline std::optional<ThreadSlot> pop_slot() {
   using Kind = c10::DebugInfoKind;
   for (const Kind kind :
@@ -146,19 +83,19 @@ inline std::optional<ThreadSlot> pop_slot() {
 }
 
 // Note [Slots pushed inside a scope]
-// A profiler that is started inside a scope and outlives it has its slot above ours. Its node has a
-// share in ours, so it is taken off, and a new node with the same slot is put on what was below us.
-// Where ours is not there, or not found below a slot of an unknown kind, what lies above is
-// dropped: it mostly belongs to a state that has been left.
+// If a profiler starts inside a scope and outlives it, its slot is above ours. Its node refers to
+// our node. So it is removed, and a new node with the same slot is pushed on the node below ours.
+// If our node is missing, or is below a slot of an unknown kind, the slots above are dropped: they
+// mostly belong to a state that has already ended.
 TORCHAMP_BODY void PolicyScope::end_below_others() {
   using Info = c10::ThreadLocalDebugInfo;
   std::vector<ThreadSlot> above;  // the uppermost first
-  while (Info::current() != nullptr && !is_ours(Info::current().get())) {
+  while (Info::current() != nullptr && Info::current() != ours_) {
     std::optional<ThreadSlot> slot = pop_slot();
     if (!slot) break;
     above.push_back(std::move(*slot));
   }
-  const bool is_ours_there = is_ours(Info::current().get());
+  const bool is_ours_there = Info::current() == ours_;
   Info::_forceCurrentDebugInfo(std::move(before_));
   if (!is_ours_there) return;
   for (; !above.empty(); above.pop_back()) {

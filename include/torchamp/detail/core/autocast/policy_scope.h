@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a guard puts on its thread: a level of nesting, and a policy in the thread's slot.
+// The two parts of a guard: a level of nesting, and a policy in the thread's slot.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -14,8 +14,8 @@
 
 namespace torchamp::detail {
 
-/// A level of the calling thread's autocast nesting. LibTorch counts the levels; whoever ends the
-/// outermost clears its cache of casts, here AutocastRegion::restore.
+/// A level of the calling thread's autocast nesting. LibTorch counts the levels. The code that ends
+/// the outermost level clears LibTorch's cache of casts, here AutocastRegion::restore.
 class Nesting {
  public:
   /// Opens the level, and returns its depth: 1 for the outermost.
@@ -24,7 +24,7 @@ class Nesting {
     return level_ = at::autocast::increment_nesting();
   }
 
-  /// Closes the level, and the inner ones that are still open. Returns the depth after that.
+  /// Closes the level, and inner levels that are still open. Returns the depth after that.
   int leave() {
     is_in_order_ = guards-- <= number_;
     return close();
@@ -34,76 +34,59 @@ class Nesting {
   /// not ended.
   void warn_of_order(const char* guard) const noexcept {
     if (is_in_order_) return;
-    warn_in_destructor(
-        {guard,
-         ": a guard that was made later on this thread has not ended. When it ends, it restores "
-         "the state that it found, so autocast may stay on. End guards in reverse order: make "
-         "them local variables."});
+    warn_in_destructor({guard,
+                        ": a guard that was made later on this thread has not ended. Its end will "
+                        "restore the state at its construction, so autocast may stay on. End "
+                        "guards in reverse order: make them local variables."});
   }
 
  private:
-  static inline thread_local int guards = 0;  // that have not ended
+  static inline thread_local int guards = 0;  // guards that have not ended
 
-  /// LibTorch tells the depth only by changing it.
+  /// LibTorch returns the depth only from calls that change it.
   int close() const {
     const int around = level_ - 1;  // the depth around the level
     int depth = at::autocast::decrement_nesting();
-    // A guard around this one has ended before it, and has closed this level as an inner one.
+    // An outer guard has ended before this guard, and has already closed this level.
     if (depth < around) return at::autocast::increment_nesting();
     while (depth > around) depth = at::autocast::decrement_nesting();
     return depth;
   }
 
   int level_ = 0;
-  int number_ = 0;  // of this one among the guards
+  int number_ = 0;  // of this guard among the guards
   bool is_in_order_ = true;
 };
 
 // Note [A thread's slots]
-// LibTorch keeps a thread's slots as a list, c10::ThreadLocalDebugInfo. A node has one slot and a
-// share in the node below it, and is not changed after it was made; the thread has the uppermost
-// one. _push() puts a new node on top; _forceCurrentDebugInfo() gives the thread another uppermost
-// one. So a scope ends by giving back the node that was uppermost at its begin. Saved states and
-// other threads that have a share in our node keep it, and the policy in it, for as long as they
-// want.
+// LibTorch stores a thread's slots as a list, c10::ThreadLocalDebugInfo. A node has one slot and a
+// reference to the node below it, and is immutable; the thread has a reference to the uppermost
+// node. _push() adds a new node on top; _forceCurrentDebugInfo() replaces the thread's uppermost
+// node. So a scope ends by restoring the node that was uppermost at its begin. Saved states and
+// other threads may refer to our node, and to the policy in it, for as long as they need.
 
-/// A policy, and a node that has it, with none below. Both are there, or none. Neither is changed
-/// any more, so it does not matter who else has a share in them.
-struct PolicyInSlot {
-  std::shared_ptr<const ThreadPolicy> policy;
-  std::shared_ptr<c10::ThreadLocalDebugInfo> node;
-};
-
-/// Puts a ThreadPolicy into the calling thread's slot, and takes it out again: see
+/// Puts a ThreadPolicy into the calling thread's slot, and removes it at the end: see
 /// Note [A thread's slots].
 class PolicyScope {
  public:
-  /// Null: the slot stays as it is.
+  /// Null: the slot is unchanged.
   explicit PolicyScope(std::shared_ptr<const ThreadPolicy> policy);
-  /// Of what SparePolicy::find() has found on this thread.
-  explicit PolicyScope(PolicyInSlot&& spare);
   PolicyScope(const PolicyScope&) = delete;
   PolicyScope& operator=(const PolicyScope&) = delete;
   ~PolicyScope();
 
-  /// For the destructor of a guard, `guard` ("~AutocastGuard"): ends the scope. False, after a
-  /// warning, on another thread than the one that made it, which must leave all state as it is.
+  /// For the destructor `guard` ("~AutocastGuard"): ends the scope. If the calling thread did not
+  /// create the scope, it warns and returns false, and the destructor must leave all state
+  /// unchanged.
   bool end_of(const char* guard);
 
  private:
   bool is_on_its_thread() const { return thread_ == std::this_thread::get_id(); }
-  /// Whether it is the node that this scope has pushed. Where the program has restored an older
-  /// state, that one is gone, with its share in the policy, and its memory may be another node's.
-  /// (Not certain where something else shares the policy.)
-  bool is_ours(const c10::ThreadLocalDebugInfo* node) const {
-    return node == ours_ && policy_.use_count() > 1;
-  }
   void end() noexcept;
   void end_below_others();
 
-  std::shared_ptr<const ThreadPolicy> policy_;
   std::shared_ptr<c10::ThreadLocalDebugInfo> before_;  // the thread's uppermost node before ours
-  const c10::ThreadLocalDebugInfo* ours_ = nullptr;    // null: nothing was pushed, or it has ended
+  std::shared_ptr<c10::ThreadLocalDebugInfo> ours_;    // null: nothing was pushed, or it has ended
   bool scripts_outside_ = true;                        // see ScriptSwitch
   std::thread::id thread_ = std::this_thread::get_id();
 };

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a guard does: resolve, push, restore.
+// The three parts of a guard's work: resolve, push, restore.
 #pragma once
 
 #include <c10/util/Exception.h>
@@ -30,7 +30,7 @@ inline void check_is_floating(at::ScalarType dtype) {
                  " is not floating-point. Pass torch::kHalf or torch::kBFloat16.");
 }
 
-/// Warns once for each device that is not there, and for each dtype.
+/// Warns once for each missing device, and once for each unsupported dtype.
 inline void warn_of_unusable(at::DeviceType device, at::ScalarType dtype, bool is_present) {
   static std::atomic<bool> devices[c10::COMPILE_TIME_MAX_DEVICE_TYPES],
       dtypes[static_cast<std::size_t>(at::ScalarType::NumOptions)];
@@ -58,8 +58,8 @@ inline bool is_usable(at::DeviceType device, at::ScalarType dtype) {
   return runs;
 }
 
-/// What the two options say together; unset: as it is around the region. `cache_enabled = true`
-/// leaves a cache of torchamp's.
+/// The cache that the two options select together; unset: inherited. `cache_enabled = true` also
+/// accepts torchamp's own cache.
 inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
                                               std::optional<WeightCache> cache,
                                               const ThreadPolicy* outer) {
@@ -129,26 +129,17 @@ TORCHAMP_BODY RegionState resolve(at::DeviceType device, const AutocastOptions& 
 
 // ---- A region -----------------------------------------------------------------------------------
 
-/// Whether a region whose policy is that around it has to push it all the same, for what a
-/// PolicyScope of this thread does beyond that.
+/// Whether a region must push its policy although the outer policy is the same, because a
+/// PolicyScope of this thread has other effects.
 inline bool must_push_again(const RegionState& inside) {
   if (!inside.autocast.enabled) return false;
-  // LibTorch has carried the policy here from another thread, but not the JIT's switch, which a
-  // scope sets: see Note [Who carries the policy to other threads].
+  // LibTorch has carried the policy to this thread, but not the JIT's switch, which a scope sets:
+  // see Note [Who carries the policy to other threads].
   const bool has_no_scope_here = !ScriptSwitch::has_scope();
-  // The policy is from outside of the backward pass that the thread works for, so the region's
-  // additions would pass for autograd's. A scope records the pass: see Note [Sums of gradients].
+  // The policy is from outside of the backward pass for which the thread works, so the region's
+  // additions would count as autograd's. A scope records the pass: see Note [Sums of gradients].
   const bool is_outside_backward = leaves_sums_alone(*inside.outer);
   return has_no_scope_here || is_outside_backward;
-}
-
-/// What the thread's last guard has left behind, if it is what policy_within() would make and tell;
-/// null if not.
-inline PolicyInSlot* spare_for(const RegionState& inside) {
-  const bool listener_begins = inside.op_rule() != nullptr || kept_weights() != nullptr;
-  if (!inside.autocast.enabled || listener_begins) return nullptr;
-  PolicyInSlot* const spare = SparePolicy::find();
-  return spare != nullptr && inside.is_in(*spare->policy) ? spare : nullptr;
 }
 
 /// A new policy of the thread, for the region.
@@ -164,19 +155,19 @@ inline std::shared_ptr<const ThreadPolicy> policy_within(const RegionState& insi
   return inner;
 }
 
-/// Puts the region's policy into the thread's slot, in the cheapest way that does.
+/// Puts the region's policy into the thread's slot.
 inline PolicyScope scope_of(const RegionState& inside, RegionListeners& listeners) {
   if (inside.outer != nullptr && inside.is_in(*inside.outer)) {
     return PolicyScope(must_push_again(inside) ? inside.outer->shared_from_this() : nullptr);
   }
-  if (PolicyInSlot* const spare = spare_for(inside)) return PolicyScope(std::move(*spare));
   return PolicyScope(policy_within(inside, listeners));
 }
 
 TORCHAMP_BODY AutocastRegion::AutocastRegion(at::DeviceType device, const AutocastOptions& options)
     : AutocastRegion(resolve(device, options, thread_policy())) {}
 
-// Members in the order of region.h: the listeners have a part in what policy_scope_ pushes.
+// Members in the order of region.h: the listeners contribute to the policy that policy_scope_
+// pushes.
 TORCHAMP_BODY AutocastRegion::AutocastRegion(const RegionState& inside)
     : before_(inside.around),
       dtype_changes_(inside.changes_dtype()),
@@ -191,7 +182,8 @@ TORCHAMP_BODY AutocastRegion::~AutocastRegion() {
 TORCHAMP_BODY void AutocastRegion::push(const RegionState& inside) noexcept {
   inside.autocast.apply();
   if (inside.cache_enabled) {
-    // What torchamp's cache does not take is cast anew: LibTorch's would not see that it changes.
+    // Tensors that torchamp's cache does not store are cast each time: LibTorch's cache would not
+    // detect their changes.
     set_cast_cache(*inside.cache_enabled &&
                    (inside.weight_casts == nullptr || inside.weight_casts->uses_libtorch_cache()));
   }
@@ -205,7 +197,7 @@ TORCHAMP_BODY void AutocastRegion::restore() noexcept {
   if (was_outermost || dtype_changes_) at::autocast::clear_cache();
   before_.apply();
   set_cast_cache(cache_enabled_before_);
-  // After all else: warnings run the program's code.
+  // Last, because warnings run the program's code.
   nesting_.warn_of_order("~AutocastGuard");
   listeners_.end_op_rule();
 }

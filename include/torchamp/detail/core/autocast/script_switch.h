@@ -16,22 +16,23 @@
 namespace torchamp::detail {
 
 // Note [Derivatives of scripts]
-// The JIT differentiates an optimised script by itself. Its derivatives know nothing of the casts
-// that the dispatcher makes: the backward of a 16-bit `mm` would multiply by the fp32 weight, which
-// is an error. So under a policy scripts are not optimised, but run op by op and are recorded by
-// autograd. The switch is the thread's own; LibTorch does not carry it to the threads that take
-// over a state, and a plan that was optimised elsewhere is used by regions as well.
+// The JIT differentiates an optimised script itself. Its derivatives do not contain the casts that
+// the dispatcher makes: the backward of a 16-bit `mm` would multiply by the fp32 weight, which is
+// an error. So under a policy scripts are not optimised; they run op by op, and autograd records
+// them. The JIT's switch is thread-local. LibTorch does not carry it to other threads with the
+// thread's state, and a region also uses a plan that was optimised elsewhere.
 //
-// Throwing the switch takes LibTorch 100 ns, and the JIT tells its logger of each run of a script
-// before it picks the script's plan. So the switch is thrown there, by a logger that does nothing
-// else, and put back by the end of the guard. A program's own logger has precedence; guards throw
-// the switch themselves where ours is not in force, or with a LibTorch that is not known to tell
-// its logger first.
+// Setting the switch takes LibTorch 100 ns. The JIT reports each run of a script to its logger
+// before it selects the script's plan. So our logger, which does nothing else, sets the switch, and
+// the end of the guard resets it. A program's own logger has precedence. If our logger is not
+// installed, or if it is not known that this LibTorch calls the logger first, guards set the switch
+// themselves.
 //
-// The logger acts where a guard of its own library is on the thread. So the first of them takes the
-// switch as it finds it, and puts it back so, even under another's policy that is in force already.
+// The logger of a shared library acts if the thread has a guard of this library. So the library's
+// first guard stores the switch and restores it, even if the policy of another library is already
+// active.
 
-/// Whether a thread with this policy has one in force, for any device.
+/// Whether this policy is active for any device.
 inline bool is_in_force(const ThreadPolicy* policy) {
   if (policy == nullptr) return false;
   for (const auto& of_device : policy->in_force) {
@@ -40,13 +41,13 @@ inline bool is_in_force(const ThreadPolicy* policy) {
   return false;
 }
 
-/// Whether the JIT may optimise scripts that the calling thread runs. For a PolicyScope.
+/// Controls whether the JIT may optimise scripts that the calling thread runs. For a PolicyScope.
 class ScriptSwitch {
  public:
-  /// Whether the calling thread has a scope, so that its scripts run as their policy wants.
+  /// Whether the calling thread has a scope, so that its scripts follow the policy.
   static bool has_scope() { return scopes > 0; }
 
-  /// A scope has put `inner` in the place of `outer`, which may be null. Returns what to give
+  /// A scope has replaced `outer`, which may be null, by `inner`. Returns the argument for
   /// end_scope().
   static bool begin_scope(const ThreadPolicy* outer, const ThreadPolicy* inner) {
     if (scopes++ == 0 || !is_in_force(outer)) outside = torch::jit::getGraphExecutorOptimize();
@@ -54,7 +55,7 @@ class ScriptSwitch {
     return outside;
   }
 
-  /// A scope has put `outer` back.
+  /// A scope has restored `outer`.
   static void end_scope(const ThreadPolicy* outer, bool before) {
     follow(--scopes == 0 ? nullptr : outer, before);
   }
@@ -66,7 +67,7 @@ class ScriptSwitch {
   static void follow(const ThreadPolicy* policy, bool otherwise) {
     if (!is_in_force(policy)) {
       set(otherwise);
-    } else if (!Logger::is_told()) {
+    } else if (!Logger::is_logger_called()) {
       set(false);
     }
   }
@@ -82,14 +83,14 @@ class ScriptSwitch {
       if (has_scope() && is_in_force(thread_policy())) set(false);
     }
 
-    /// Whether the JIT tells this library's logger of scripts that run.
-    static bool is_told() {
+    /// Whether the JIT calls this library's logger when a script runs.
+    static bool is_logger_called() {
       static const LoggerBase* const ours = install();
       return ours != nullptr && torch::jit::logging::getLogger() == ours;
     }
 
    private:
-    /// Null if another one is to stay.
+    /// Null if another logger must stay.
     static LoggerBase* install() {
       namespace logging = torch::jit::logging;
       constexpr bool is_told_first = TORCHAMP_LIBTORCH <= 215;
@@ -101,7 +102,7 @@ class ScriptSwitch {
       LoggerBase* const ours = new Logger;  // never destroyed: scripts may run until the end
       LoggerBase* const before = logging::setLogger(ours);
       if (does_nothing(*before)) return ours;
-      logging::setLogger(before);  // set by another thread between our look and this
+      logging::setLogger(before);  // another thread has set it since our check
       return nullptr;
     }
   };

@@ -22,7 +22,7 @@ Pointer make_node(Args&&... args) {
   auto* const node = new T(std::forward<Args>(args)...);
   if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>) {
     return Pointer(node, [](auto* unused) { deleteNode(unused); });
-  } else {  // (a pointer to T would be another type to compile)
+  } else {  // (a pointer to T would be one more type to compile)
     return Pointer::unsafe_steal_from_new(node);
   }
 }

@@ -10,8 +10,8 @@
 
 namespace torchamp::detail {
 
-/// A 64-bit checksum for files of many gigabytes, as fast as they are read; incremental, in chunks
-/// of any size. No defence against an adversary.
+/// A 64-bit checksum for files of many gigabytes, faster than reading them; incremental, in chunks
+/// of any size. It does not protect from deliberate changes.
 class Checksum {
  public:
   void add(const void* data, std::size_t size) {
@@ -46,7 +46,7 @@ class Checksum {
 
  private:
   static constexpr uint64_t odd = 0x9e3779b97f4a7c15U;  // 2^64 over the golden ratio
-  /// A bijection in which every bit reaches every other.
+  /// A bijection in which every bit of the argument affects every bit of the result.
   static constexpr uint64_t stir(uint64_t x) {
     for (int round = 0; round < 3; ++round) {
       x ^= x >> 32;

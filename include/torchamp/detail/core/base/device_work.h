@@ -21,7 +21,7 @@
 
 namespace torchamp::detail {
 
-// What the host knows of work that a device does later, or once more.
+// Work that a device does later or repeats, as the host can observe it.
 
 /// The type of the machine's accelerator, if LibTorch has one.
 inline std::optional<c10::DeviceType> accelerator() {
@@ -32,8 +32,8 @@ inline std::optional<c10::DeviceType> accelerator() {
 #endif
 }
 
-/// A tensor on the host that nobody has written, for non-blocking copies from `device`:
-/// pinned where the accelerator has pinned memory, since copies to any other are waited for.
+/// An uninitialised tensor on the host, for non-blocking copies from `device`. It is pinned if the
+/// accelerator has pinned memory, because LibTorch waits for copies to other memory.
 inline at::Tensor copy_target(at::Device device, at::IntArrayRef sizes,
                               at::ScalarType dtype = at::kFloat) {
   const c10::InferenceMode no_inference(false);
@@ -41,16 +41,17 @@ inline at::Tensor copy_target(at::Device device, at::IntArrayRef sizes,
   if (accelerator() != device.type()) return at::empty(sizes, options);
   try {
     return at::empty(sizes, options.pinned_memory(true));
-  } catch (const c10::NotImplementedError&) {  // of a device outside LibTorch, without it
+  } catch (const c10::NotImplementedError&) {  // a device outside LibTorch, without pinned memory
     return at::empty(sizes, options);
   }
 }
 
-/// Numbers that only a device knows, copied to host memory without anyone waiting for the copy.
+/// Numbers on a device, copied to host memory; nothing waits for the copy.
 class HostMirror {
  public:
-  /// Copies `numbers`, fp32 and always as many, behind what their device is doing. Until the copy
-  /// arrives, the mirror shows `meanwhile`, or else what it has shown before; 0 at first.
+  /// Copies `numbers` after the device's present work. They are fp32, and equally many in each
+  /// call. Until the copy arrives, the mirror shows `meanwhile`; if that is unset, the previous
+  /// numbers; initially 0.
   void send(const at::Tensor& numbers, std::optional<float> meanwhile = {}) {
     if (!shown_.defined()) shown_ = copy_target(numbers.device(), numbers.sizes()).zero_();
     if (meanwhile) std::fill_n(shown_.mutable_data_ptr<float>(), shown_.numel(), *meanwhile);
@@ -59,7 +60,7 @@ class HostMirror {
 
   bool empty() const { return !shown_.defined(); }
 
-  /// What has arrived of number `i`, from the latest send() or one before.
+  /// Number `i` of the latest send() that has arrived.
   float operator[](int64_t i) const {
     return static_cast<const volatile float*>(shown_.const_data_ptr<float>())[i];
   }
@@ -68,26 +69,26 @@ class HostMirror {
   at::Tensor shown_;
 };
 
-/// Something on the device that captured work relies on and changes with each replay, as far as the
-/// host can follow it.
+/// State on the device that captured work uses and that each replay changes, as far as the host can
+/// follow it.
 class ReplayedState {
  public:
   virtual ~ReplayedState() = default;
-  /// Called before a capture, not in it: finds out what there is now. Waits for the device.
+  /// Called before a capture, not in it: reads the present state. Waits for the device.
   virtual void settle() = 0;
-  /// Called before a replay: whether what was captured still holds.
+  /// Called before a replay: whether the captured work is still valid.
   virtual bool holds() = 0;
-  /// Called before each replay but the first, for which the capture counts.
+  /// Called before each replay except the first, which the capture has already counted.
   virtual void note_replay() {}
-  /// Whether look() is to be called behind a replay, on the stream of the body.
+  /// Whether look() must be called after a replay, on the stream of the body.
   virtual bool wants_look() const = 0;
   virtual void look() = 0;
 };
 
 using ReplayedStates = std::vector<std::shared_ptr<ReplayedState>>;
 
-/// Marks the calling thread as one that runs the body of a CudaGraph, warm-ups included, while it
-/// lives: what a graph cannot hold is refused there by name, before anything is captured.
+/// While it lives, the calling thread runs the body of a CudaGraph (warm-ups included). Work that a
+/// graph cannot hold then throws an error that names it, before anything is captured.
 class GraphBody {
  public:
   GraphBody() : outer_(current()) { current() = this; }
@@ -102,18 +103,19 @@ class GraphBody {
   }
   static bool is_running() { return current() != nullptr; }
 
-  /// Of which body something is: a failed one's next try is another.
+  /// Identifies the body. A new try after a failure has another identity.
   const std::shared_ptr<const void> identity = std::make_shared<char>();
 
-  /// What the body relies on, as those add to it who use it.
+  /// States that the body uses; the code that uses a state adds it.
   ReplayedStates states;
-  /// The same, of what only eager work makes: once one is gone, an iteration has to run eagerly.
+  /// Objects that only eager work creates. If one is destroyed, an iteration must run eagerly.
   std::vector<std::weak_ptr<const void>> made_eagerly;
-  /// Memory of the caller's stream that the body has used for the last time.
+  /// Memory of the caller's stream that the body no longer uses.
   std::vector<at::Tensor> kept;
 
-  /// An error that names what no graph can hold, as `why` says; but in a warm-up that may_refuse,
-  /// and goes on eagerly afterwards, it is noted. Outside of a body, nothing.
+  /// Throws an error with the text `why`, which names work that no graph can hold. In a warm-up
+  /// that may_refuse, the text is recorded instead, and later iterations run eagerly. Outside of a
+  /// body it does nothing.
   static void check(const std::string& why) {
     GraphBody* const body = current();
     if (!body) return;

@@ -26,8 +26,8 @@ inline bool is_16_bit(at::ScalarType dtype) {
 
 enum class Fp64 { unknown, yes, no };
 
-/// The facts about a device type that LibTorch does not reveal. (It reveals kernels, also fused
-/// ones, and pinned memory.)
+/// Facts about a device type that cannot be queried from LibTorch. (Kernels, fused kernels and
+/// pinned memory can.)
 struct DeviceFacts {
   at::DeviceType type;
   bool (*is_built_in)() = nullptr;  ///< whether this LibTorch has it; null: if a backend is loaded
@@ -42,11 +42,12 @@ struct DeviceFacts {
 
 // Note [MPS's kernels]
 // Before LibTorch 2.13, MPS's kernel that unscales reads its fp32 factor as if it had the dtype of
-// the gradients: what it makes of 16-bit gradients is 0 for a scale that is a power of two (pytorch
-// pull request 184286). Its fused optimizers ignore grad_scale and found_inf (186360). Those of
-// 2.13 take both, which nobody has tried here on a device, so torchamp steps by ordinary ops there.
+// the gradients: if the scale is a power of two, 16-bit gradients become 0 (pytorch pull request
+// 184286). MPS's fused optimizers ignore grad_scale and found_inf (186360). From 2.13 on they use
+// both. torchamp still steps by ordinary ops on MPS, because the new kernels were not tested on a
+// device.
 
-/// Types of device without a row have the defaults.
+/// Device types without a row have the defaults.
 inline constexpr DeviceFacts device_facts[] = {
     {.type = at::kCPU,
      .is_built_in = [] { return true; },

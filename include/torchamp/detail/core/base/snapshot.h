@@ -18,12 +18,12 @@ enum class Change {
   same,
   written,   ///< in place, as far as LibTorch counts writes
   replaced,  ///< by another tensor, or its memory by other memory
-  added,     ///< there was none
-  gone,      ///< there is none any more
+  added,     ///< there was no tensor
+  gone,      ///< there is no tensor any more
 };
 
-/// A tensor as it was at some time: its identity, memory and version. Does not keep it alive; while
-/// the snapshot exists, no other tensor gets the tensor's address.
+/// The identity, memory and version of a tensor at some time. Does not keep the tensor alive, but
+/// while the snapshot exists, no other tensor gets its address.
 class TensorSnapshot : public WeakTensor {
  public:
   TensorSnapshot() = default;
@@ -38,7 +38,7 @@ class TensorSnapshot : public WeakTensor {
   bool is_same(const at::Tensor& now) const {
     return is(now) && version_ == version_of(now) && memory_ == memory_of(now);
   }
-  /// How `now`, which is in the tensor's place, differs.
+  /// How `now`, the tensor in the same place, differs.
   Change diff(const at::Tensor& now) const {
     if (is_same(now)) return Change::same;
     if (!was_defined()) return Change::added;
@@ -55,7 +55,7 @@ class TensorSnapshot : public WeakTensor {
   uint32_t version_ = 0;
 };
 
-/// A list of tensors as it was at some time; elements may be undefined.
+/// Snapshots of a list of tensors; elements may be undefined.
 ///
 /// Lists are given as a walk: `walk(f)` calls `f(tensor)` for each element until it returns true,
 /// and returns whether one has.
@@ -84,8 +84,8 @@ class Snapshot {
   auto end() const { return tensors_.end(); }
   void clear() { tensors_.clear(); }
 
-  /// Calls `f(i, change, now)` for each place of the list that was or of the list that is, until it
-  /// returns true; whether it did.
+  /// Calls `f(i, change, now)` for each place of the old list and of the new list, until `f`
+  /// returns true. Returns whether it did.
   template <class Walk, class F>
   bool any_change(const Walk& walk, const F& f) const {
     std::size_t i = 0;
@@ -109,7 +109,7 @@ class Snapshot {
     return !any_differs && i == tensors_.size();
   }
 
-  /// Whether `tensor` was in the list, written to since or not.
+  /// Whether `tensor` was in the list, even if it was written since.
   bool contains(const at::Tensor& tensor) const {
     for (const TensorSnapshot& one : tensors_) {
       if (one.is(tensor)) return true;

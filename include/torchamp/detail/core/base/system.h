@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What each operating system has in a form of its own. Files: detail/extras/io/open_file.h.
-// Sockets: detail/extras/distributed/loopback.h. Nothing else names a system.
+// Functions that differ between operating systems. Files: detail/extras/io/open_file.h. Sockets:
+// detail/extras/distributed/loopback.h. No other header depends on the system.
 #pragma once
 
 #ifdef _WIN32
@@ -58,7 +58,7 @@ inline void pin_this_library() {
 /// An environment variable's value; null if it is not set. Valid until the environment changes.
 inline const char* environment_variable(const char* name) {
 #ifdef _MSC_VER
-#pragma warning(suppress : 4996)  // cl.exe prefers a function of its own
+#pragma warning(suppress : 4996)  // cl.exe suggests its own function instead
 #endif
   return std::getenv(name);
 }

@@ -28,43 +28,44 @@ class InternalOps {
   c10::impl::ExcludeDispatchKeyGuard no_autocast_{c10::autocast_dispatch_keyset};
 };
 
-/// `tensor` on `device`, without waiting. Only a copy from a device to the host waits, since host
+/// `tensor` on `device`, without waiting. Only a copy from a device to the host waits, because host
 /// kernels read it at once (LibTorch's non_blocking copies to the host return early).
 inline at::Tensor to_device_async(at::Device device, const at::Tensor& tensor) {
   if (tensor.device() == device) return tensor;
   return tensor.to(device, tensor.scalar_type(), /*non_blocking=*/!device.is_cpu());
 }
 
-/// Undefined if there is none. (Tensor::grad() looks whether to warn of non-leaves.)
+/// Undefined if there is none. (Tensor::grad() checks whether to warn about non-leaves.)
 inline const at::Tensor& gradient_of(const at::Tensor& tensor) {
   return tensor.unsafeGetTensorImpl()->grad();
 }
 
-/// How often the tensor's memory was written to in place, as far as LibTorch counts it.
+/// How often the tensor's memory was written in place, as far as LibTorch counts it.
 inline uint32_t version_of(const at::Tensor& tensor) {
   if (!tensor.defined() || tensor.is_inference()) return 0;
   return static_cast<uint32_t>(tensor._version());
 }
 
 // Note [Weights that are written]
-// Who writes to weights need not know who keeps something of them, in this shared library or
-// another. Who keeps something defines an op of this name, whose schema "(int address=…) -> ()"
-// carries the address of a WeightsWritten. Both stay as they are in versions of torchamp to come.
+// Code that writes to weights reports it to code that stores copies of them, in this shared library
+// or another. Code that stores copies defines an op of this name, whose schema "(int address=…) ->
+// ()" carries the address of a WeightsWritten. Later versions of torchamp must not change either.
 inline constexpr const char* weights_written_op = "torchamp::_weights_written";
 
-/// Drops what was made of these weights: they may have other values, though LibTorch may have
-/// counted no write. Without weights, drops what was kept until weights step. Any thread.
+/// Drops copies of these weights: the weights may have other values, even if LibTorch has counted
+/// no write. With an empty list, drops copies that are kept until a step. Any thread.
 using WeightsWritten = void (*)(at::TensorList weights);
 
 // ---- Tensors that others keep alive -------------------------------------------------------------
 
-/// A tensor that others keep alive. While this lives, its address is given to no other tensor.
+/// A reference to a tensor that does not keep it alive. While the reference exists, no other tensor
+/// gets the tensor's address.
 class WeakTensor {
  public:
   WeakTensor() = default;
   explicit WeakTensor(const at::TensorBase& tensor) : tensor_(tensor.getIntrusivePtr()) {}
 
-  /// Undefined if it is gone.
+  /// Undefined if the tensor is destroyed.
   at::Tensor lock() const { return at::Tensor(tensor_.lock()); }
   bool is_gone() const { return tensor_.expired(); }
   bool is(const at::TensorBase& other) const { return address() == other.unsafeGetTensorImpl(); }
@@ -75,8 +76,8 @@ class WeakTensor {
       c10::intrusive_ptr<c10::TensorImpl, c10::UndefinedTensorImpl>()};
 };
 
-/// The memory of a tensor that has some, which others keep alive. Unlike a WeakTensor it keeps
-/// nothing that is attached to the tensor.
+/// A reference to the memory of a tensor that does not keep it alive. Unlike a WeakTensor it keeps
+/// no data that is attached to the tensor.
 class WeakMemory {
  public:
   explicit WeakMemory(const at::Tensor& tensor) : memory_(tensor.storage().getWeakStorageImpl()) {}
@@ -86,12 +87,12 @@ class WeakMemory {
   c10::weak_intrusive_ptr<c10::StorageImpl> memory_;
 };
 
-/// The tensor's memory, which its views share; null if it has none.
+/// The tensor's memory, which its views share; null if it has no memory.
 inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-/// A tensor as it was at some time, which is no longer so once it is written to.
+/// A tensor at some time. It no longer matches once the tensor was written.
 class SeenTensor : public WeakTensor {
  public:
   explicit SeenTensor(const at::Tensor& tensor)
@@ -106,7 +107,7 @@ class SeenTensor : public WeakTensor {
 
 // ---- What one batch kernel takes ----------------------------------------------------------------
 
-/// Where a tensor lies and what its elements are.
+/// A tensor's device and dtype.
 struct TensorKind {
   at::Device device;
   at::ScalarType dtype;
@@ -119,13 +120,13 @@ struct TensorKind {
 inline at::Tensor in_memory_order(const at::Tensor& tensor) {
   return tensor.as_strided({tensor.numel()}, {1});
 }
-/// `size` of these from `begin` on.
+/// `size` of these elements, from `begin` on.
 inline at::Tensor part_of(const at::Tensor& tensor, int64_t begin, int64_t size) {
   return tensor.as_strided({size}, {1}, tensor.storage_offset() + begin);
 }
 
-/// Whether two tensors hold their elements in the same order: the fused kernels walk through memory
-/// and do not look (on the CPU not even for an error).
+/// Whether two tensors hold their elements in the same order. The fused kernels process elements in
+/// the order of memory, and do not check it (on a CPU not even to throw).
 inline bool same_layout(const at::Tensor& a, const at::Tensor& b) {
   return a.sizes() == b.sizes() && a.strides() == b.strides();
 }
@@ -136,7 +137,7 @@ inline bool repeats_elements(const at::Tensor& tensor) {
 }
 
 /// The group with `key`, appended if missing. `Group` is an aggregate with the base `Key`. There
-/// are few groups, and the last is the likeliest.
+/// are few groups, and mostly the last one matches.
 template <class Groups, class Key, class Group = typename Groups::value_type>
 Group& group_of(Groups& groups, Key key) {
   for (auto group = groups.rbegin(); group != groups.rend(); ++group) {

@@ -52,7 +52,7 @@ inline std::string joined(Pieces pieces) {
   TORCH_CHECK(false, joined(pieces));
 }
 
-/// Throws one that says which value is wrong.
+/// Throws a ValueError with that text.
 [[noreturn]] inline void fail_value(Pieces pieces) {
   TORCH_CHECK_VALUE(false, joined(pieces));
 }
@@ -62,7 +62,7 @@ inline void warn(Pieces pieces) {
   TORCH_WARN(joined(pieces));
 }
 
-/// Warns out of a destructor, and drops what the program's warning handler throws.
+/// Warns in a destructor: drops exceptions of the program's warning handler.
 inline void warn_in_destructor(Pieces pieces) noexcept {
   try {
     warn(pieces);
@@ -70,7 +70,7 @@ inline void warn_in_destructor(Pieces pieces) noexcept {
   }
 }
 
-/// Warns the first time for `is_known`, or always where LibTorch was asked to always warn.
+/// Warns the first time for `is_known`, or always if LibTorch is set to always warn.
 inline void warn_once(std::atomic<bool>& is_known, Pieces pieces) {
   if (c10::WarningUtils::get_warnAlways() || !is_known.exchange(true)) warn(pieces);
 }
@@ -97,10 +97,9 @@ inline std::size_t edit_distance(std::string_view a, std::string_view b) {
 
 }  // namespace torchamp::detail
 
-// What the core throws, it throws by these: LibTorch's macros make a function of half a kilobyte at
-// each place. The text says the call, the value that is wrong, and the remedy: "Policy::fp32:
-// LibTorch knows no op 'sofmax'. Did you mean 'softmax'?". The pieces are made only where it is
-// thrown.
+// The core throws only by these macros: LibTorch's macros generate half a kilobyte of code at each
+// place. The text names the call, the wrong value and the remedy: "Policy::fp32: LibTorch knows no
+// op 'sofmax'. Did you mean 'softmax'?". The pieces are evaluated only if it throws.
 #define TORCHAMP_CHECK(condition, ...) \
   if (!(condition)) ::torchamp::detail::fail({__VA_ARGS__})
 #define TORCHAMP_CHECK_VALUE(condition, ...) \

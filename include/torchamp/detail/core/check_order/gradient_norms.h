@@ -23,18 +23,19 @@
 namespace torchamp::detail {
 
 // Note [What a clip leaves]
-// LibTorch's clips write to data(), which no version counts, and a program may clip by hand. A clip
-// shows in the values that it leaves: the norm of all gradients is the limit, a number such as 1.
-// or 0.25, and it was larger before. A clip by norm multiplies all gradients by one factor, and a
-// clip by value leaves the limit as the largest magnitude. A division by a number of processes or
-// of micro-batches also multiplies all by one factor, so an inverse of an integer does not count.
+// LibTorch's clips write to data(), which no version counts, and a program may clip by hand. So a
+// clip is detected by its results: the norm of all gradients equals a limit such as 1. or 0.25, and
+// was larger before. A clip by norm multiplies all gradients by one factor; after a clip by value
+// the largest magnitude is the limit. A division by the number of processes or micro-batches also
+// multiplies all gradients by one factor, so the inverse of an integer does not count as a clip.
 
-/// The norms of some gradients when a scaled backward has ended, to be compared with those that the
-/// same gradients have when they are divided. Reads no device.
+/// The norms of some gradients at the end of a scaled backward, for a comparison with their norms
+/// when they are divided. Reads no device.
 class GradientNorms {
  public:
   GradientNorms() = default;
-  /// Of the gradients of 32 or 16 bits that are on the device of the first such gradient.
+  /// Takes the norms of gradients of 32 or 16 bits that are on the device of the first such
+  /// gradient.
   explicit GradientNorms(const std::vector<at::Tensor>& gradients) {
     for (const at::Tensor& gradient : gradients) {
       const bool counts =
@@ -48,7 +49,8 @@ class GradientNorms {
     norms_ = norms_of(locked());
   }
 
-  /// Compares with what the same gradients have now: those that `counts(gradient)`, and `all`.
+  /// Compares them with the present norms of the same gradients: of the gradients for which
+  /// `counts(gradient)` is true, and of all.
   template <class Counts>
   void compare(const Counts& counts, bool all) {
     compares_all_ = all;
@@ -63,9 +65,9 @@ class GradientNorms {
     mirror_.send(at::stack({norms_, norms_of(now)}), not_here_yet);
   }
 
-  /// Whether the comparison has arrived. At once, if the gradients are on the host.
+  /// Whether the comparison has arrived on the host. True at once if the gradients are on the host.
   bool is_here() const { return !mirror_.empty() && mirror_[0] != not_here_yet; }
-  /// Whether it shows a clip: of all, or of those that counted.
+  /// Whether the comparison shows a clip of all gradients, or of the gradients that counted.
   bool show_clip() const {
     return is_here() && ((compares_all_ && shows_clip(false)) || shows_clip(true));
   }
@@ -118,7 +120,7 @@ class GradientNorms {
   static bool is_integer(double x, double tolerance) {
     return std::abs(x - std::round(x)) <= tolerance * x;
   }
-  /// Whether two decimal digits tell `x`.
+  /// Whether `x` has at most two decimal digits.
   static bool is_round(double x) {
     return is_integer(x / std::pow(10., std::floor(std::log10(x) + 1e-6) - 1.), 2e-5);
   }

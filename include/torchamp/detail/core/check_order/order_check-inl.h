@@ -36,12 +36,12 @@ struct OrderCheck::Row {
 
 inline const OrderCheck::Row OrderCheck::rows[] = {
     {When::divides, &OrderCheck::scales_nothing,
-     "nothing was scaled since the last update(), so the scale is not that of these gradients. "
+     "nothing was scaled since the last update(), so these gradients do not have the scale. "
      "Call scaler.scale(loss).backward() in each iteration, and update() once, after the last "
      "step."},
     {When::divides, &OrderCheck::runs_no_backward,
-     "no backward() of what scale() returned was called, so the scale is not that of these "
-     "gradients. Call scaler.scale(loss).backward() in each iteration."},
+     "no backward() of what scale() returned was called, so these "
+     "gradients do not have the scale. Call scaler.scale(loss).backward() in each iteration."},
     {When::divides, &OrderCheck::clips_scaled,
      "these gradients were clipped while scaled, so the scaled norm was limited. Call "
      "clip_grad_norm_(scaler, optimizer, max_norm), or unscale_ before the clip."},
@@ -80,7 +80,7 @@ TORCHAMP_BODY auto OrderCheck::made_at(When when, const Moment& moment) -> Sente
 
 // ---- Backward without scale() -------------------------------------------------------------------
 
-/// Zeros, as of a batch that was passed over, are right at any scale. Reads only host memory,
+/// Gradients of 0, as for a skipped batch, are correct at any scale. Reads only host memory,
 /// because a step waits for no device.
 inline bool may_be_not_zero(const at::Tensor& gradient) {
   const InternalOps guard;
@@ -94,8 +94,8 @@ inline bool OrderCheck::scales_nothing(const Moment& moment) const {
          any_gradient(*moment.optimizer, may_be_not_zero);
 }
 
-/// It has scaled losses alone, numbers with a graph, and no backward of one has run. (Another
-/// tensor that was scaled may be a gradient, which a backward takes.)
+/// The iteration has scaled only losses, that is, scalars with a graph, and no backward of one has
+/// run. (Another scaled tensor may be a gradient, which a backward takes.)
 inline bool OrderCheck::runs_no_backward(const Moment& moment) const {
   return !moment.knows_scale && !moment.is_fixed && scaled_ && !ran_backward_ &&
          !scaled_gradient_ && any_gradient(*moment.optimizer, may_be_not_zero);
@@ -103,7 +103,7 @@ inline bool OrderCheck::runs_no_backward(const Moment& moment) const {
 
 // ---- Clips --------------------------------------------------------------------------------------
 
-/// By the gradients' norms, see Note [What a clip leaves]; or left to a fused step.
+/// Detects it by the gradients' norms, see Note [What a clip leaves], or by a deferred clip.
 inline bool OrderCheck::clips_scaled(const Moment& moment) const {
   if (moment.knows_scale || moment.is_fixed || scale_is_known_ || !scaled_) return false;
   const DeferredClip* const deferred = find_deferred_clip(*moment.optimizer);
@@ -288,10 +288,13 @@ TORCHAMP_BODY void OrderCheck::forget(const torch::optim::Optimizer& optimizer) 
 TORCHAMP_BODY auto OrderCheck::updates(const Moment& moment) -> Sentences {
   Sentences made;
   if (is_looking()) {
-    // A device may have sent what an earlier iteration has found.
-    made = made_at(When::updates, moment);
-    collect_unchecked_steps();
-    for (const char* sentence : made_at(When::updates, moment)) made.push_back(sentence);
+    try {
+      // A device may have sent what an earlier iteration has found.
+      made = made_at(When::updates, moment);
+      collect_unchecked_steps();
+      for (const char* sentence : made_at(When::updates, moment)) made.push_back(sentence);
+    } catch (const c10::Error&) {  // no memory for a look, which no update() fails for
+    }
   }
   for (auto& [address, one] : trained_) {
     one.in_earlier_iteration |= std::exchange(one.in_this_iteration, false);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Suspicions: what a scaler's first iterations show of calls that train wrongly.
+// Warnings about calls that train wrongly, in a scaler's first iterations.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -33,62 +33,61 @@ namespace torchamp::detail {
 //   stepped     step has stepped or skipped an optimizer: before it, and after it
 //   updated     update() ends the iteration
 //
-// Each row of the table in order_check-inl.h names a mistake: at which event it shows, what has
-// changed until then, and what to say. A row warns once. The first iterations may be slow, so a row
-// may look at whatever it needs; later iterations cost nothing. A mistake that begins later is not
-// reported. Within a CudaGraph, which cannot read, and in all iterations after one, nothing is
-// checked.
+// Each row of the table in order_check-inl.h describes a mistake: the event at which it is
+// detected, its condition, and the sentence of the warning. A row warns once. The first iterations
+// may be slow, so a row may examine whatever it needs; later iterations cost nothing. A mistake
+// that begins later is not reported. In a CudaGraph, which cannot read, and in all iterations
+// after one, nothing is checked.
 
 /// Watches the first iterations of one scaler. Not safe to use from several threads at once.
 class OrderCheck {
  public:
   explicit OrderCheck(std::int64_t first_iterations) : iterations_left_(first_iterations) {}
 
-  /// What the scaler knows of an event.
+  /// The scaler's state at an event.
   struct Moment {
     /// Whether the program has read the scale, and may multiply by it.
     bool knows_scale = false;
     /// Whether only update(new_scale) changes it.
     bool is_fixed = false;
-    /// Whose gradients are divided, or who steps; null at other events.
+    /// The optimizer whose gradients are divided, or that steps; null at other events.
     const torch::optim::Optimizer* optimizer = nullptr;
   };
-  /// What to warn of once the event is over, since a warning may call the scaler.
+  /// The sentences to warn with after the event, because a handler of warnings may call the scaler.
   using Sentences = std::vector<const char*>;
 
   void note_scaled(const at::Tensor& scaled);
-  /// The loss stays as it is, at a scale of 1, so no hook tells when its backward begins.
+  /// Records a loss that is unchanged at a scale of 1, so no hook reports when its backward begins.
   void note_loss_without_hook();
   void note_backward_begins();
   void note_backward_ends();
 
-  /// unscale_ or step is about to divide the gradients by the scale.
+  /// Before unscale_ or step divides the gradients by the scale.
   Sentences divides(const Moment& moment);
-  /// step is about to step, also with gradients that unscale_ has divided.
+  /// Before step steps, even if unscale_ has divided the gradients.
   Sentences steps(const Moment& moment);
   /// unscale_ has divided the gradients. `found_inf`: 0-dim fp32.
   void note_unscaled(const torch::optim::Optimizer& optimizer, const at::Tensor& found_inf);
-  /// step has stepped, or skipped: if the host knows which.
+  /// step has stepped or skipped; `skipped` is unset if the host does not know which.
   void note_stepped(const torch::optim::Optimizer& optimizer, std::optional<bool> skipped);
-  /// The program drops what was noted of the optimizer.
+  /// The program drops the records of the optimizer.
   void forget(const torch::optim::Optimizer& optimizer);
   /// The iteration ends.
   Sentences updates(const Moment& moment);
   /// The program has set or stored the scale of this iteration.
   void note_scale_is_known() { scale_is_known_ = true; }
 
-  /// Whether there is an iteration left to watch.
+  /// Whether this iteration is checked.
   bool is_looking() const { return iterations_left_ > 0 && !GraphBody::is_running(); }
-  void stop() { iterations_left_ = 0; }
 
  private:
-  /// A weight that scaled losses are computed from, when their last backward had ended.
+  /// A weight of the scaled losses, at the end of their last backward.
   struct Trained {
     TensorSnapshot weight{}, gradient{};
     bool in_this_iteration = false, in_earlier_iteration = false;
     bool was_cleared = false;  ///< or written to in another way, before the next backward
   };
-  /// What the scaler has made of an optimizer in the iteration.
+  /// What the scaler has done with an optimizer in the iteration.
   struct Handled {
     OptimizerIdentity optimizer;
     Snapshot parameters{}, gradients{};
@@ -126,7 +125,7 @@ class OrderCheck {
   std::uint64_t began_ = ClipCalls::now();
   bool scaled_ = false, scale_is_known_ = false;
   bool ran_backward_ = false;
-  bool scaled_gradient_ = false;  // or what may be one, which another backward takes
+  bool scaled_gradient_ = false;  // or a tensor that may be one, which another backward takes
   std::vector<WeakTensor> leaves_;
   std::unordered_set<const c10::TensorImpl*> reached_;  // those, and the graphs' other leaves
   bool any_matrix_ = false, all_fp64_ = true;           // of these
@@ -134,11 +133,11 @@ class OrderCheck {
   std::list<Handled> handled_;
   std::optional<GradientNorms> norms_;  // when the last backward had ended
 
-  // Of earlier ones, too:
+  // Of this iteration and of earlier ones:
   bool had_scale_ = false;
   std::unordered_map<const c10::TensorImpl*, Trained> trained_;
   std::list<Handled> last_handled_;
-  std::vector<WeakTensor> kept_;  // gradients of a skipped step that a backward has found again
+  std::vector<WeakTensor> kept_;       // gradients of a skipped step to which a backward has added
   std::list<GradientNorms> compared_;  // whose numbers a device has not sent yet
   HostMirror unchecked_inf_;           // of steps after unscale_
   std::vector<WeakTensor> unchecked_weights_;

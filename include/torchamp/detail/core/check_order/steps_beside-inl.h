@@ -21,18 +21,18 @@
 
 namespace torchamp::detail {
 
-// Note [A step beside the scaler]
-// optimizer.step() in place of scaler.step(optimizer) steps with gradients that are scaled. The
-// scaler does not know such an optimizer, but the losses that it scales show, through their graphs,
-// which weights are trained: an update() finds weights that were written to, by no optimizer of the
-// scaler's, while the gradient of the scaled loss stayed as it was. A program may write to weights
-// itself, so these do not count:
+// Note [A step without the scaler]
+// optimizer.step() in place of scaler.step(optimizer) steps with scaled gradients. The scaler has
+// no reference to such an optimizer. But the graphs of the scaled losses show which weights are
+// trained. So update() detects weights that were written although no optimizer of the scaler has
+// stepped them, while the gradient of the scaled loss is unchanged. A program may also write to
+// weights itself, so these do not count:
 //
 //   one weight                     an adversarial input, which only the gradient's sign changes
 //   weights that no earlier        such inputs of this batch
 //   iteration trained
 //   gradients that nobody clears   a teacher that averages weights, and is not detached
-//   gradients of the program's     those that a backward(inputs) has left alone
+//   gradients of the program's     gradients that a backward(inputs) has not changed
 //   copies of the scaler's weights replicas, each with a part of the batch
 //   weights of another scaler's    a critic that is clamped after the generator's scaled loss went
 //   optimizer, or of this one's    through it
@@ -44,7 +44,8 @@ namespace torchamp::detail {
 // (LibTorch's own SGD writes through data(), which leaves no trace.)
 
 /// The weights of optimizers that scalers of this process have stepped in their first iterations.
-/// Known by their memory: a reference to a tensor, even a weak one, keeps what is attached to it.
+/// They are identified by their memory, because even a weak reference to a tensor keeps data that
+/// is attached to it.
 class SteppedWeights {
  public:
   static void note(const torch::optim::Optimizer& optimizer) {
@@ -96,8 +97,8 @@ TORCHAMP_BODY void OrderCheck::add_leaves(const at::Tensor& scaled) {
   }
 }
 
-/// Whether an optimizer of the scaler has a gradient that no scaled loss has given its weight. (Of
-/// masters, MasterWeights knows.)
+/// Whether an optimizer of the scaler has a gradient that comes from no scaled loss of its weight.
+/// (Not for masters: MasterWeights moves their gradients.)
 inline bool OrderCheck::moves_gradients() const {
   for (const Handled& one : handled_) {
     for (std::size_t i = 0; i < one.gradients.size(); ++i) {

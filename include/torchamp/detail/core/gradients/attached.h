@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a weight carries for this library, and walks over an optimizer's parameters and gradients.
+// Data that torchamp attaches to a weight, and walks over an optimizer's parameters and gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -21,48 +21,48 @@
 namespace torchamp::detail {
 
 // Note [Weights that carry something]
-// Master weights hang a WeightMeta at the TensorImpl of a weight, so that whoever is given the
-// weight finds it, and so that it lives as long as the weight. Gradients, optimizers and the scaler
-// know no more of masters than what stands here: who must agree on an overflow and on a norm, and
-// how the weight is stepped.
+// Master weights attach a WeightMeta to the TensorImpl of a weight, so that all code with the
+// weight can find it, and so that it lives as long as the weight. Gradients, optimizers and the
+// scaler use masters only through it: it names the processes that agree on an overflow and on a
+// norm, and the method by which the weight is stepped.
 
-/// How fused optimizers step a weight that they do not step as it is: their StepMethod.
+/// How fused optimizers step a weight if they do not step the tensor itself: a StepMethod.
 class AnyStepMethod {
  protected:
   ~AnyStepMethod() = default;
 };
 class Shards;  // in detail/core/gradients/shards.h
 
-/// What begins an error text; called where there is an error.
+/// Returns the beginning of an error text; called only if there is an error.
 using ErrorPlace = c10::function_ref<std::string()>;
 
-/// What a weight carries for this library.
+/// The data that torchamp attaches to a weight.
 struct WeightMeta : c10::BackendMeta {
-  bool has_optimizer = false;        ///< an optimizer that may step it was given the weight
-  std::shared_ptr<Shards> shards{};  ///< where the weight is a shard of a master
+  bool has_optimizer = false;        ///< an optimizer that may step the weight has it
+  std::shared_ptr<Shards> shards{};  ///< if the weight is a shard of a master
   std::size_t index = 0;             ///< of that master
-  /// Of a model's weight: those that keep its master. Expired once they are gone.
+  /// For a model's weight: the object that holds its master. Expired after that object's end.
   std::weak_ptr<const void> masters{};
-  /// And whether that is a tensor apart, so that steps of this one are lost.
+  /// Whether the master is a separate tensor, so that steps of the weight itself are lost.
   bool has_master_apart = false;
-  uint32_t same_writes = 0;  ///< how many writes have left the weight as it was
-  uint64_t moved = 0;        ///< of a master apart: gradients_moved() after it was given gradients
-  /// How fused optimizers step the weight, where they do not step the tensor itself.
+  uint32_t same_writes = 0;  ///< how many writes have not changed the weight's values
+  uint64_t moved = 0;        ///< of a separate master: gradients_moved() after it got gradients
+  /// How fused optimizers step the weight, if they do not step the tensor itself.
   const AnyStepMethod* step_method = nullptr;
 
   /// The dtype of gradients and of optimizer state for `weight`.
   virtual at::ScalarType step_dtype(const at::Tensor& weight) const { return weight.scalar_type(); }
-  /// Throws where the weight has a step_method, for an optimizer that does not go by it.
+  /// For an optimizer that ignores step_method: throws if the weight has a step_method.
   virtual void refuse_plain_step(ErrorPlace /*where*/) const {}
-  /// The program has dropped the gradient.
+  /// Records that the program has dropped the gradient.
   virtual void note_gradient_dropped() {}
-  /// The optimizer's parameter was given a gradient; `times`: gradients_moved() after that.
+  /// Records that the optimizer's parameter got a gradient; `times`: gradients_moved() after that.
   virtual void note_gradient_taken(uint64_t times) { moved = times; }
 };
 
 using ParamGroups = std::vector<torch::optim::OptimizerParamGroup>;
 
-/// Calls `f` with each parameter that is defined until it returns true; whether it did.
+/// Calls `f` with each defined parameter until `f` returns true. Returns whether it did.
 template <class F>
 bool any_parameter(const torch::optim::Optimizer& optimizer, const F& f) {
   for (const auto& group : optimizer.param_groups()) {
@@ -109,26 +109,26 @@ inline at::ScalarType step_dtype(const at::Tensor& parameter) {
   return meta ? meta->step_dtype(parameter) : parameter.scalar_type();
 }
 
-/// The program has dropped the gradient of `weight`, which may be undefined.
+/// Records that the program has dropped the gradient of `weight`, which may be undefined.
 inline void note_gradient_dropped(const at::Tensor& weight) {
   if (!weight.defined()) return;
   if (WeightMeta* const meta = weight_meta_of(weight)) meta->note_gradient_dropped();
 }
 
-/// How many parameters of `optimizer` have one. Reads no device.
+/// How many parameters of `optimizer` have a gradient. Reads no device.
 inline std::size_t count_gradients(const torch::optim::Optimizer& optimizer) {
   std::size_t count = 0;
   any_gradient(optimizer, [&](const at::Tensor&) { return ++count == 0; });
   return count;
 }
 
-/// How often gradients were moved to master weights, by any thread: an iteration's calls may come
-/// from several, one after the other.
+/// How often gradients were moved to master weights, by any thread: the calls of an iteration may
+/// come from several threads, one after the other.
 inline std::atomic<uint64_t>& gradients_moved() {
   static std::atomic<uint64_t> times = 0;
   return times;
 }
-/// Whether masters that `optimizer` steps were given gradients after the first `times` of these.
+/// Whether masters that `optimizer` steps got gradients after the first `times` moves.
 inline bool any_moved_after(const torch::optim::Optimizer& optimizer, uint64_t times) {
   return any_parameter(optimizer, [&](const at::Tensor& parameter) {
     const WeightMeta* const meta = weight_meta_of(parameter);

@@ -13,13 +13,13 @@
 
 namespace torchamp::detail {
 
-/// The latest clips of this thread by the functions of clip_grad.h: a clip before backward() finds
-/// no gradients and changes nothing, so only the call itself shows it.
+/// The latest clips of this thread by the functions of clip_grad.h. A clip before backward() finds
+/// no gradients and changes nothing, so only a record of the call can show it.
 class ClipCalls {
  public:
-  /// A clip has changed gradients, `gradient` among them.
+  /// Records a clip that has changed gradients, including `gradient`.
   static void note_clipped(const at::Tensor& gradient) { latest().clipped = {next(), gradient}; }
-  /// A clip was given `parameter` and others, and found no gradient.
+  /// Records a clip of `parameter` and others that found no gradient.
   static void note_in_vain(const at::Tensor& parameter) { latest().in_vain = {next(), parameter}; }
   static void note(at::TensorList parameters) {
     const at::Tensor* first = nullptr;
@@ -47,8 +47,8 @@ class ClipCalls {
              return call.tensor.is(gradient);
            });
   }
-  /// Whether a clip after `time` found no gradient of `optimizer`, and none after it has found one
-  /// that the optimizer still has.
+  /// Whether a clip after `time` ran before the gradients of `optimizer` existed, and no later clip
+  /// has clipped gradients that the optimizer still has.
   static bool was_in_vain(std::uint64_t time, const torch::optim::Optimizer& optimizer) {
     const Latest& calls = latest();
     if (calls.in_vain.time <= time) return false;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A clip that is left to the next step of a fused optimizer.
+// A clip that the next step of a fused optimizer applies.
 #pragma once
 
 #include <ATen/SequenceNumber.h>
@@ -19,33 +19,34 @@
 namespace torchamp::detail {
 
 // Note [What was clipped is what is stepped]
-// A deferred clip is a number, the divisor, and a Snapshot of the gradients it was computed from,
-// so no device has to be asked whether they are unchanged.
+// A deferred clip is a number, the divisor, and a Snapshot of the gradients from which the divisor
+// was computed. So no device must be read to check whether they are unchanged.
 //
-// The gradients that a step finds are
+// Compared with the Snapshot, the gradients at the step are
 //   the same         the step divides by the divisor
-//   gone             none of them is there any more. Either zero_grad() has dropped them and a new
-//                    backward has made others, and the divisor is forgotten; or the program has
-//                    replaced them by what it computed from them, which is an error. What tells the
-//                    two apart is whether this thread has recorded a graph for autograd meanwhile.
-//   something else   an error: some were written to, replaced, dropped or added to.
-// Writes that leave the clipped gradients what they are (the check, GradScaler::unscale_) keep the
-// divisor. It ends with the step, taken or skipped; with zero_grad() of the fused optimizer; with
-// the next clip, if the gradients are gone; and where clip_grad_value_ applies it.
+//   gone             none of them exists any more. Either zero_grad() has dropped them and a new
+//                    backward has made others: then the divisor is dropped. Or the program has
+//                    replaced them by tensors computed from them: then it is an error. It is the
+//                    first case if this thread has recorded a graph for autograd meanwhile.
+//   something else   an error: some were written to, replaced, dropped or added.
+// After the library's own writes (the check, GradScaler::unscale_) the divisor still applies. It is
+// dropped by the step, taken or skipped; by zero_grad() of the fused optimizer; by the next clip,
+// if the gradients are gone; and by clip_grad_value_, which applies it first.
 
-/// A number that gradients are to be divided by.
+/// A divisor for gradients.
 struct Divisor {
   at::Tensor number{};           ///< 0-dim fp32; undefined if there is none
   bool may_be_infinite = false;  ///< on purpose, to make gradients of 0
-  /// Whether it is not finite where a gradient is not, or is too large to be divided by the scale.
+  /// Whether the number is not finite if a gradient is not, or if a gradient is too large for the
+  /// division by the scale.
   bool shows_non_finite = false;
-  at::Tensor norm{};  ///< then to be checked with it, on devices whose ops lose NaNs
-  /// Whether the clip has named no scaler, and took the gradients as they are.
+  at::Tensor norm{};  ///< then checked too, on devices whose ops lose NaNs
+  /// Whether the clip was called without a scaler, so it used the gradients unchanged.
   bool names_no_scaler = false;
 
   bool defined() const { return number.defined(); }
 
-  /// The product with `factor`, on its device, where it is defined.
+  /// The product with `factor`, if that is defined, on its device.
   at::Tensor times(const at::Tensor& factor) const {
     if (!factor.defined()) return number;
     if (!defined()) return factor;
@@ -53,7 +54,7 @@ struct Divisor {
   }
 };
 
-/// What the gradients of an optimizer are still to be divided by when they are next stepped with.
+/// The divisor for an optimizer's gradients that the next step applies.
 class DeferredClip {
   /// The gradients that there are, in the optimizer's order.
   static auto walk(const torch::optim::Optimizer& optimizer) {
@@ -61,11 +62,11 @@ class DeferredClip {
   }
 
  public:
-  /// Notes that the gradients that are there now are to be divided by `divisor`, on top of what is
-  /// pending for them. An error if that was left for others, unless these are all gone.
+  /// Records `divisor` for the present gradients, in addition to their pending divisor. Error: the
+  /// pending divisor belongs to other gradients, some of which still exist.
   void add(const torch::optim::Optimizer& optimizer, const Divisor& divisor) {
     const Divisor before = pending_for(optimizer);
-    divisor_ = divisor;  // also what it shows: its clip has read the same gradients
+    divisor_ = divisor;  // with shows_non_finite: its clip has read the same gradients
     if (before.defined()) {
       divisor_.number = divisor.times(before.number);
       divisor_.names_no_scaler = before.names_no_scaler || divisor.names_no_scaler;
@@ -75,7 +76,7 @@ class DeferredClip {
     graphs_ = at::sequence_number::peek();
   }
 
-  /// The divisor of the gradients that are there now; undefined if there is none.
+  /// The divisor of the present gradients; undefined if there is none.
   Divisor pending_for(const torch::optim::Optimizer& optimizer) const {
     if (!divisor_.defined()) return {};
     const Clipped clipped = what_became_of_clipped(optimizer);
@@ -83,21 +84,23 @@ class DeferredClip {
     return clipped == Clipped::same ? divisor_ : Divisor();
   }
 
-  /// The same for a step with them; an error if they were put in the clipped ones' place.
+  /// The same for a step. Error: the program has replaced the clipped gradients by the present
+  /// ones.
   Divisor pending_for_step(const torch::optim::Optimizer& optimizer) const {
     Divisor divisor = pending_for(optimizer);
     if (divisor.defined() || !divisor_.defined()) return divisor;
-    // The clipped ones are gone. Others can only have come from a backward, or from them.
+    // The clipped gradients are gone. The present ones come from a backward, or were computed from
+    // them.
     const bool may_be_of_backward = at::sequence_number::peek() != graphs_;
     TORCHAMP_CHECK(may_be_of_backward || !any_gradient(optimizer), message);
     return {};
   }
 
-  /// Whether one is pending of a clip that has named no scaler.
+  /// Whether a clip without a scaler is pending.
   bool has_named_no_scaler(const torch::optim::Optimizer& optimizer) const {
     return divisor_.names_no_scaler && is_pending_for(optimizer);
   }
-  /// Whether a divisor is pending for just the gradients that are there now.
+  /// Whether a divisor is pending for exactly the present gradients.
   bool is_pending_for(const torch::optim::Optimizer& optimizer) const {
     return divisor_.defined() && are_same(optimizer);
   }
@@ -114,11 +117,11 @@ class DeferredClip {
       "last such change, just before the step. To drop what was clipped, call the fused "
       "optimizer's own zero_grad() or take_next_step_divisor().";
 
-  /// What has become of the gradients that were clipped.
+  /// The present state of the clipped gradients.
   enum class Clipped {
-    same,     ///< the optimizer has just these, as they were
+    same,     ///< the optimizer has exactly these, unchanged
     gone,     ///< it has none of them
-    changed,  ///< it has some of them, written to or among others
+    changed,  ///< it has some of them, written to or together with others
   };
   Clipped what_became_of_clipped(const torch::optim::Optimizer& optimizer) const {
     if (are_same(optimizer)) return Clipped::same;
@@ -135,16 +138,16 @@ class DeferredClip {
 
   Divisor divisor_;
   Snapshot clipped_;
-  uint64_t graphs_ = 0;  // nodes that this thread had recorded then
+  uint64_t graphs_ = 0;  // nodes that this thread had recorded at the clip
 };
 
-/// What the step of a scaler divides gradients by: the scale times what a clip has deferred.
+/// The divisor of a scaler's step: the scale times the divisor of a deferred clip.
 struct StepDivisor {
   at::Tensor product{};  ///< undefined if the gradients are unscaled
   Divisor clip{};        ///< the clip's part; undefined if there is none, or the step multiplies
 };
 
-/// An optimizer whose step divides by what clips have left to it, and steps weights by their
+/// An optimizer whose step divides by the divisors of deferred clips, and steps weights by their
 /// step_method.
 class ClippingStep : public ScaledStep {
  protected:
@@ -170,21 +173,22 @@ inline const DeferredClip* find_deferred_clip(const torch::optim::Optimizer& opt
   return step ? &step->deferred_clip_ : nullptr;
 }
 
-/// What the optimizer's gradients are to be divided by in its next step; undefined for nothing.
+/// The divisor for the optimizer's gradients in its next step; undefined if there is none.
 inline Divisor deferred_divisor_of(torch::optim::Optimizer& optimizer) {
   const DeferredClip* const clip = find_deferred_clip(optimizer);
   return clip ? clip->pending_for(optimizer) : Divisor();
 }
 
-/// The same gradients have other values now, but are to be divided by `divisor` still.
+/// Records that the library has changed the gradients' values, and that `divisor` still applies.
 inline void keep_deferred(DeferredClip& clip, const torch::optim::Optimizer& optimizer,
                           const Divisor& divisor) {
   clip.forget();
   clip.add(optimizer, divisor);
 }
 
-/// Steps for a scaler, unless `found_inf`, which is 0 or 1, is 1; what the optimizer's step
-/// returns. Torchamp's optimizers are told the clip's part of the divisor, others only the product.
+/// Steps for a scaler, unless `found_inf` (0 or 1) is 1. Returns the result of the optimizer's
+/// step. torchamp's optimizers get the clip's part of the divisor separately, others only the
+/// product.
 inline at::Tensor call_scaled_step(ScaledStep& optimizer, const StepDivisor& divisor,
                                    const at::Tensor& found_inf) {
   auto* const clipping = dynamic_cast<ClippingStep*>(&optimizer);

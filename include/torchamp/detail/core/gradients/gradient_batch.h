@@ -23,12 +23,12 @@
 
 namespace torchamp::detail {
 
-/// Gradients of one device and dtype, as one batch kernel takes them.
+/// Gradients of one device and dtype, for one batch kernel.
 struct GradientBatch : TensorKind {
   std::vector<at::Tensor> gradients{};
 };
 
-/// Flags of several devices that become one.
+/// Overflow flags on several devices, which are combined into one.
 class DeviceFlags {
  public:
   explicit DeviceFlags(const at::Tensor& home) { flags_.push_back(home); }
@@ -40,8 +40,8 @@ class DeviceFlags {
     return flags_.emplace_back(at::zeros({}, flags_[0].options().device(device)));
   }
 
-  /// Sets the first to 1 if any is. Reads no device, but waits for the others' flags where the
-  /// first lies on the host.
+  /// Sets the first flag to 1 if any flag is 1. Reads no device. If the first flag is on the host,
+  /// it waits for the others.
   void gather() {
     for (std::size_t i = 1; i < flags_.size(); ++i) {
       flags_[0].add_(to_device_async(flags_[0].device(), flags_[i])).clamp_max_(1.);
@@ -52,25 +52,27 @@ class DeviceFlags {
   std::vector<at::Tensor> flags_;
 };
 
-/// Where fp16 gradients are an error, as dividing them by the scale would lose what it was for.
+/// Whether fp16 gradients are an error: dividing them by the scale would lose small gradients
+/// again.
 enum class HalfGradients { refused, allowed };
 
-/// The same values without the conjugate and the negative bit, which kernels that write in place do
-/// not look at.
+/// The same values without the conjugate and the negative bit, which kernels that write in place
+/// ignore.
 inline at::Tensor resolved(const at::Tensor& tensor) {
   return tensor.is_conj() || tensor.is_neg() ? tensor.resolve_conj().resolve_neg() : tensor;
 }
 
-/// The gradient as kernels see all of it: the same tensor, or one to take its place.
+/// A tensor in which kernels find all values of the gradient: the gradient itself, or a
+/// replacement.
 inline at::Tensor seen_whole(const at::Tensor& gradient, HalfGradients half_gradients) {
   if (gradient.is_sparse() && gradient.scalar_type() == at::kHalf &&
       half_gradients == HalfGradients::allowed && !gradient.is_coalesced()) {
-    return gradient.coalesce();  // adding up what shares an index may overflow
+    return gradient.coalesce();  // adding elements with the same index may overflow
   }
   return resolved(gradient);
 }
 
-/// Whether kernels take `gradient` as it is.
+/// Whether kernels take `gradient` unchanged.
 inline bool is_plain(const at::Tensor& gradient) {
   const at::ScalarType dtype = gradient.scalar_type();
   return (dtype == at::kFloat || dtype == at::kDouble) && gradient.layout() == at::kStrided &&
@@ -78,7 +80,7 @@ inline bool is_plain(const at::Tensor& gradient) {
 }
 
 /// The dense strided tensor that holds all values of `gradient`, for kernels to change in place.
-/// Throws for what they cannot take, with `where` to name it.
+/// Throws for gradients that kernels cannot take; `where` names them.
 inline at::Tensor values_of(const at::Tensor& gradient, HalfGradients half_gradients,
                             ErrorPlace where) {
   const at::ScalarType dtype = gradient.scalar_type();
@@ -88,10 +90,10 @@ inline at::Tensor values_of(const at::Tensor& gradient, HalfGradients half_gradi
       "divided by the scale underflows. (A fused optimizer's step takes fp16 gradients.)");
   TORCHAMP_CHECK_VALUE(dtype == at::kFloat || dtype == at::kDouble || is_16_bit(dtype) ||
                            dtype == at::kComplexFloat || dtype == at::kComplexDouble,
-                       where(), " is ", dtype, ". Gradients are fp32, fp64, bf16, or complex.");
+                       where(), " is ", dtype, ". Gradients must be fp32, fp64, bf16, or complex.");
   TORCHAMP_CHECK_VALUE(gradient.layout() == at::kStrided || gradient.is_sparse(), where(),
                        " has the layout ", gradient.layout(),
-                       ". Gradients are dense or sparse COO.");
+                       ". Gradients must be dense or sparse COO.");
   at::Tensor values = gradient.is_sparse() ? gradient._values() : gradient;
   if (values.is_complex()) values = at::view_as_real(values);
   TORCHAMP_CHECK_VALUE(
@@ -100,12 +102,13 @@ inline at::Tensor values_of(const at::Tensor& gradient, HalfGradients half_gradi
   return values;
 }
 
-/// The gradients that a collection holds already: the gradient of a parameter that an optimizer has
-/// twice, such as the weight of a module that a model has registered twice, is changed once. (With
+/// The gradients that are already in a collection. If an optimizer has a parameter twice, as when a
+/// model has registered a module twice, the gradient must be changed once. (With
 /// std::unordered_set, step and update take 5 % more instructions for 100 small gradients.)
 using SeenGradients = ska::flat_hash_set<const c10::TensorImpl*>;
 
-/// Throws where `optimizer` would step the tensor `parameter`, which is not all there is to step.
+/// Throws if `optimizer` would step only the tensor `parameter`, although its weight has further
+/// parts.
 inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tensor& parameter,
                         ErrorPlace where) {
   const WeightMeta* const meta = weight_meta_of(parameter);
@@ -113,7 +116,7 @@ inline void check_steps(const torch::optim::Optimizer& optimizer, const at::Tens
   meta->refuse_plain_step(where);
 }
 
-/// Gathers the gradients of an optimizer, each once, by device and dtype.
+/// Collects the gradients of an optimizer, each once, by device and dtype.
 class GradientGatherer {
  public:
   GradientGatherer(const torch::optim::Optimizer& optimizer, HalfGradients half_gradients,
@@ -122,7 +125,7 @@ class GradientGatherer {
     seen_.reserve(count);
   }
 
-  /// The gradient of `parameter`, which `where` names. Throws for one that kernels cannot take.
+  /// Adds the gradient of `parameter`, which `where` names. Throws if kernels cannot take it.
   void add(const at::Tensor& parameter, ErrorPlace where) {
     check_steps(optimizer_, parameter, where);
     at::Tensor gradient = gradient_of(parameter);
@@ -159,8 +162,8 @@ class GradientGatherer {
 };
 
 /// Every gradient of every group of `optimizer`, once, each in its own memory, by device and dtype.
-/// Parameters whose gradients have the conjugate or the negative bit are given resolved() ones. If
-/// this throws, every gradient has its previous value. `call` begins the error texts.
+/// Gradients with the conjugate or the negative bit are replaced by resolved() ones. If this
+/// throws, every gradient has its previous value. `call` begins the error texts.
 inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimizer,
                                                HalfGradients half_gradients, const char* call) {
   separate_gradients(optimizer);

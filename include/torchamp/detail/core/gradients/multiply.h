@@ -27,7 +27,7 @@ namespace torchamp::detail {
 /// fp32 copies of 16-bit gradients, a bounded number of elements at a time.
 class WideCopies {
  public:
-  /// Takes the memory of all copies.
+  /// Allocates the memory of all copies.
   explicit WideCopies(const GradientBatch& batch, int64_t elements_at_once = int64_t{1} << 24)
       : narrow_(batch), at_once_(elements_at_once) {
     int64_t most = 0;
@@ -39,7 +39,7 @@ class WideCopies {
     memory_ = at::empty({most}, at::device(batch.device).dtype(at::kFloat));
   }
 
-  /// Calls `function` with copies until it has had all, and copies back what it has made of them.
+  /// Calls `function` with copies of all gradients, part by part, and copies its results back.
   template <class Function>
   void through(const Function& function) const {
     const at::TensorList all = narrow_.gradients;
@@ -88,8 +88,8 @@ class WideCopies {
   at::Tensor memory_;
 };
 
-/// Multiplies gradients in place. The constructor reads the gradients and takes all memory, so that
-/// nothing has been written if memory runs out. The batch outlives this object.
+/// Multiplies gradients in place. The constructor reads the gradients and allocates all memory, so
+/// that nothing is written if memory runs out. The batch outlives this object.
 class Multiplication {
  public:
   /// By `factor`, 0-dim on their device.

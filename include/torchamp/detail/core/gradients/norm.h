@@ -29,8 +29,8 @@
 namespace torchamp::detail {
 
 /// The gradients of all parameters, each once and in its own memory, by device and dtype, sparse
-/// ones by their coalesced values, for kernels to change in place. `call` begins the error texts;
-/// every gradient has its previous value then.
+/// gradients by their coalesced values, for kernels to change in place. `call` begins the error
+/// texts. If this throws, every gradient has its previous value.
 inline std::vector<GradientBatch> gradients_to_clip(const std::vector<at::TensorList>& lists,
                                                     const char* call) {
   std::vector<GradientBatch> batches;
@@ -61,7 +61,7 @@ inline std::vector<GradientBatch> gradients_to_clip(const std::vector<at::Tensor
           gradient.layout() == at::kStrided && !repeats_elements(gradient), call,
           ": the gradient of parameter ", i, ' ', params[i].sizes(), " has the layout ",
           gradient.layout(), " and strides ", gradient.strides(),
-          ". Gradients are dense or sparse COO, and their elements share no memory: ",
+          ". Gradients must be dense or sparse COO, and their elements must not share memory: ",
           "give .grad a clone().");
       if (gradient.numel() == 0) continue;
       group_of(batches, TensorKind::of(gradient)).gradients.push_back(std::move(gradient));
@@ -70,8 +70,8 @@ inline std::vector<GradientBatch> gradients_to_clip(const std::vector<at::Tensor
   return batches;
 }
 
-/// What to take the norms of: the gradients; on the host, where a call costs more than a small
-/// gradient, the small ones as one vector.
+/// The tensors whose norms are computed: the gradients. On the host a call costs more than a small
+/// gradient, so small gradients form one vector there.
 inline std::vector<at::Tensor> parts_of_norm(const GradientBatch& batch, double norm_type) {
   constexpr int64_t small_size = 1024;
   if (!batch.device.is_cpu() || norm_type == 0.) return batch.gradients;
@@ -91,7 +91,7 @@ inline at::ScalarType norm_dtype(const std::vector<GradientBatch>& batches) {
   return at::kFloat;
 }
 
-/// What the norm of a batch is summed up in, if that is not its own dtype.
+/// The dtype in which the norm of a batch is summed, if it is not the batch's dtype.
 inline std::optional<at::ScalarType> sum_dtype(at::ScalarType dtype, bool in_fp64) {
   if (in_fp64) return c10::isComplexType(dtype) ? at::kComplexDouble : at::kDouble;
   if (is_16_bit(dtype)) return at::kFloat;
@@ -116,18 +116,19 @@ inline at::Tensor total_norm(const std::vector<GradientBatch>& batches, double n
 }
 
 // Note [Norms of scaled gradients]
-// The squares of scaled gradients, and their sums, may be more or less than fp32 holds although no
-// gradient is. The norm is then to be that of the unscaled ones all the same:
-//   sums and squares    in fp64, which holds those of any fp32 numbers. A GPU computes them while
-//                       it waits for memory. A CPU has to copy first, so there the sum is made in
-//                       fp32, and, if it comes out where fp32 ends, once more in fp64.
-//   maxima, minima      as they are
-//   nonzero gradients   as they are, and not divided by the scale
-//   any other norm      of copies divided by the scale, since powers leave fp64's range, too; so
-//                       are sums and squares on devices that are not known to have fp64
-// That is one pass over the gradients, two where a CPU sums once more and where copies are divided.
+// The squares of scaled gradients, and their sums, may be outside of fp32's range although no
+// gradient is. The norm must still be exactly the norm of the unscaled gradients:
+//   sums and squares    in fp64, which can hold them for all fp32 numbers. A GPU computes them
+//                       while it waits for memory. A CPU must copy first, so there the sum is made
+//                       in fp32, and, if the result is at an end of fp32's range, again in fp64.
+//   maxima, minima      of the scaled gradients
+//   nonzero gradients   counted without a division by the scale
+//   any other norm      of copies divided by the scale, because powers may leave fp64's range. So
+//                       are sums and squares on devices that are not known to have fp64.
+// This takes one pass over the gradients; two if a CPU sums a second time, or if copies are
+// divided.
 
-/// Whether fp32 squares, on the host, could hold what this norm was made of.
+/// Whether fp32 could hold the squares from which this norm was computed, on the host.
 inline bool is_reliable(const at::Tensor& norm) {
   const double value = norm.scalar_type() == at::kDouble ? *norm.const_data_ptr<double>()
                                                          : *norm.const_data_ptr<float>();
@@ -149,7 +150,7 @@ inline std::vector<GradientBatch> divided(const std::vector<GradientBatch>& batc
 }
 
 /// The norm that the gradients would have if they were divided by `scale` and by `divisor`, two
-/// 0-dim tensors of which one may be undefined. As total_norm() in all else.
+/// 0-dim tensors of which one may be undefined. Otherwise like total_norm().
 inline at::Tensor total_norm_divided(const std::vector<GradientBatch>& batches, double norm_type,
                                      const at::Tensor& scale, const at::Tensor& divisor) {
   if (batches.empty() || norm_type == 0.) return total_norm(batches, norm_type);
@@ -175,7 +176,7 @@ inline at::Tensor total_norm_divided(const std::vector<GradientBatch>& batches, 
   const at::ScalarType dtype = norm_dtype(batches);
   for (const at::Tensor& number : {scale, divisor}) {
     if (!number.defined()) continue;
-    // To the norm's own dtype at once, unless it is divided again.
+    // Directly to the norm's own dtype, unless it is divided again.
     const bool again = number.is_same(scale) && divisor.defined();
     at::Tensor quotient = at::empty({}, norm.options().dtype(again ? norm.scalar_type() : dtype));
     at::div_out(quotient, norm, to_device_async(norm.device(), number));

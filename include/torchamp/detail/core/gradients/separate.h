@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Gradients that share memory, and a memory for each.
+// Gives gradients that share memory their own memory.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,7 +39,7 @@ class GradientSeparator {
   void add(const at::Tensor& parameter) {
     const at::Tensor& gradient = gradient_of(parameter);
     if (!gradient.defined()) return;
-    if (gradient.is_sparse()) {  // and holds other tensors, whose memory it may share
+    if (gradient.is_sparse()) {  // it consists of other tensors, which may share memory
       add_memory(parameter, gradient._values());
     } else if (!gradient.has_storage()) {
       add_range({parameter.unsafeGetTensorImpl(), gradient.unsafeGetTensorImpl(), 0, 1});
@@ -98,7 +98,7 @@ class GradientSeparator {
     });
     const InternalOps internal;
     std::vector<std::pair<c10::TensorImpl*, at::Tensor>> clones;  // of parameters' gradients
-    const Range* last = &shared_.front();                         // of those that keep their memory
+    const Range* last = &shared_.front();  // of gradients that keep their memory
     for (const Range& range : shared_) {
       if (range.memory != last->memory || range.begin >= last->end) {
         last = &range;

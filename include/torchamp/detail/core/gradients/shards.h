@@ -12,7 +12,7 @@
 
 namespace torchamp::detail {
 
-/// The processes each of which has a shard of some masters.
+/// The processes that have shards of the same masters.
 class Shards {
  public:
   Shards() = default;
@@ -20,24 +20,24 @@ class Shards {
   Shards& operator=(const Shards&) = delete;
   virtual ~Shards() = default;
 
-  /// Makes a number the largest that any process has: found_inf, or the largest gradient.
+  /// Replaces a number by its maximum over all processes: found_inf, or the largest gradient.
   virtual void agree_largest(at::Tensor& number) const = 0;
 
-  /// The norm of all gradients, from that of each process's own.
+  /// The norm of all gradients, from the norms of each process's own gradients.
   virtual at::Tensor norm_of_all(const at::Tensor& own, double norm_type) const = 0;
 
-  /// Throws for an optimizer that does not treat every element of a weight by itself.
+  /// Throws for an optimizer that does not treat each element of a weight independently.
   virtual void check(const torch::optim::Optimizer& optimizer, const char* call) const = 0;
 };
 
-/// Null for what is no shard of a master.
+/// Null if the tensor is no shard of a master.
 inline std::shared_ptr<Shards> shards_of(const at::Tensor& tensor) {
   const WeightMeta* const meta = weight_meta_of(tensor);
   return meta ? meta->shards : nullptr;
 }
 
-/// What the optimizer's parameters are shards of; null if they are none. An error for an optimizer
-/// that cannot step shards, and for one of weights that have masters.
+/// The shards to which the optimizer's parameters belong; null if they are no shards. Errors: an
+/// optimizer that cannot step shards; an optimizer of weights that have masters.
 inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimizer,
                                          const char* call) {
   std::shared_ptr<Shards> shards;

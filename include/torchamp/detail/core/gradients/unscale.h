@@ -30,20 +30,20 @@ namespace torchamp::detail {
 
 // Note [The kernel that unscales]
 // ATen's _amp_foreach_non_finite_check_and_unscale_ multiplies all gradients of a dtype by an fp32
-// factor and finds what is not finite, in one pass. Not every device has it, CUDA's takes no bf16
-// (pytorch issue 127176), and MPS's zeroed 16-bit gradients: see Note [MPS's kernels]. There,
-// _foreach_mul_ would round the factor to 16 bits, too, and launch a kernel for each gradient. So
-// 16-bit gradients that the kernel is not right for go through fp32 copies.
+// factor and detects infs and NaNs, in one pass. But not every device has it, CUDA's kernel takes
+// no bf16 (pytorch issue 127176), and MPS's kernel zeroed 16-bit gradients: see
+// Note [MPS's kernels]. _foreach_mul_ is no replacement: it would round the factor to 16 bits and
+// launch a kernel for each gradient. So in these cases 16-bit gradients go through fp32 copies.
 //
-// Where nothing is to be multiplied, a GPU, which waits for memory, should only read: the kernel
-// looks at the gradients' largest values. A CPU finds norms faster: where a large gradient's is
-// finite, so is the gradient, and the kernel looks at all others.
+// If nothing must be multiplied, a GPU should only read, because memory limits its speed: there the
+// kernel checks the gradients' largest values. A CPU computes norms faster. If the norm of a large
+// gradient is finite, so is the gradient; the kernel checks all other gradients.
 //
-// CUDA's kernel checks fp64 gradients as fp32, so one beyond fp32's range counts as an inf there,
-// as in Python. What torchamp looks at once more (quotients by a scale below 1, a recheck) counts
-// as it is in fp64.
+// CUDA's kernel checks fp64 gradients as fp32, so a gradient beyond fp32's range counts as an inf,
+// as in Python. torchamp's own further checks (quotients by a scale below 1, a recheck) are made in
+// fp64.
 
-/// Whether ATen's kernel that unscales is there and right for such gradients.
+/// Whether ATen's kernel that unscales exists and is correct for such gradients.
 inline bool unscale_kernel_takes(const GradientBatch& batch) {
   static const c10::OperatorHandle kernel = c10::Dispatcher::singleton().findSchemaOrThrow(
       "aten::_amp_foreach_non_finite_check_and_unscale_", "");
@@ -78,17 +78,17 @@ inline void check_by_ops(const GradientBatch& numbers, at::Tensor& flag) {
   at::maximum_out(flag, flag, finite.logical_not().to(flag.scalar_type()));
 }
 
-/// The same by ATen's kernel, where that is right. The numbers keep their values: `one`, 0-dim fp32
-/// on their device, holds a 1, which the kernel multiplies them by.
+/// The same by ATen's kernel, if that is correct. The numbers keep their values: the kernel
+/// multiplies them by `one`, 0-dim fp32 on their device, which holds a 1.
 inline void check_numbers(const GradientBatch& numbers, const at::Tensor& one, at::Tensor& flag) {
   if (numbers.gradients.empty()) return;
   if (!unscale_kernel_takes(numbers)) return check_by_ops(numbers, flag);
   at::_amp_foreach_non_finite_check_and_unscale_(numbers.gradients, flag, one);
 }
 
-/// The same for numbers that nobody uses afterwards. The kernel looks at each number before it
-/// multiplies it, so the flag is right whatever the factor is: the flag itself, which saves a
-/// tensor with a 1, though the kernel may change it meanwhile.
+/// The same for temporary numbers. The kernel checks each number before it multiplies it, so the
+/// flag is correct for every factor. The factor is the flag itself, which saves a tensor with a 1;
+/// the kernel may change it meanwhile.
 inline void check_temporaries(const GradientBatch& numbers, at::Tensor& flag) {
   check_numbers(numbers, /*one=*/flag, flag);
 }
@@ -102,9 +102,9 @@ inline void check_temporaries_exactly(const GradientBatch& numbers, at::Tensor& 
 // ---- Checks that leave gradients, and their versions, as they are -------------------------------
 
 /// The largest magnitude of each gradient that is not empty, with at least the precision of fp32;
-/// NaN where it has one.
+/// NaN if the gradient has one.
 inline GradientBatch amaxes_of(const GradientBatch& batch) {
-  // One that has gaps in memory would have ATen take all of its list one by one.
+  // If one tensor has gaps in memory, ATen processes its whole list one by one.
   std::vector<at::Tensor> dense, gapped;
   for (const at::Tensor& gradient : batch.gradients) {
     if (gradient.numel() == 0) continue;
@@ -126,7 +126,7 @@ inline GradientBatch amaxes_of(const GradientBatch& batch) {
 /// by their norms first, which only read.
 inline void check_on_host(const GradientBatch& batch, at::Tensor& flag) {
   const auto reads_fast = [](const at::Tensor& gradient) {
-    constexpr int64_t large = 1 << 15;  // where a norm costs less than the kernel
+    constexpr int64_t large = 1 << 15;  // from this size on a norm costs less than the kernel
     return gradient.numel() >= large && gradient.is_non_overlapping_and_dense();
   };
   const bool is_wide = batch.dtype == at::kFloat || batch.dtype == at::kDouble;
@@ -175,8 +175,8 @@ inline void check_unscaled(const std::vector<GradientBatch>& batches, at::Tensor
   flags.gather();
 }
 
-/// The largest magnitudes divided by `scale`. Where the kernel narrows fp64, `flag` is set for
-/// those that fp32 does not hold: quotients are to be checked as they are.
+/// The largest magnitudes divided by `scale`. If the kernel narrows fp64, it sets `flag` for
+/// magnitudes that fp32 cannot represent: check the quotients themselves.
 inline GradientBatch divided_amaxes_of(const GradientBatch& batch, const at::Tensor& scale,
                                        at::Tensor& flag) {
   GradientBatch amaxes = amaxes_of(batch);
@@ -191,7 +191,7 @@ inline GradientBatch divided_amaxes_of(const GradientBatch& batch, const at::Ten
   return quotients;
 }
 
-/// What a fused step is about to do to gradients, as far as it has to be checked before.
+/// The division by the coming fused step, as far as it must be checked before.
 struct ComingDivision {
   at::Tensor scale{};   ///< gradients whose quotient by this is not finite count; or undefined
   at::Tensor number{};  ///< counts if not finite; on the flag's device, not the host; or undefined

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Who is told that weights were written to: caches of their casts, and masters.
+// Reports writes to weights, to caches of their casts and to masters.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -14,10 +14,10 @@
 
 namespace torchamp::detail {
 
-/// Whom to tell that weights were written to; null if nobody keeps anything of them. The function
-/// may lie in another shared library, of another version: so its address is the default value of
-/// the first argument of an op, which is found by its name. derived_weights() in
-/// extras/weights/derived.h defines that op, which stays until the process ends: see
+/// The function that takes reports of written weights; null if nothing stores casts of weights. The
+/// function may be in another shared library, of another version. So its address is the default
+/// value of the first argument of an op, which is found by its name. derived_weights() in
+/// extras/weights/derived.h defines that op, which exists until the process ends: see
 /// Note [Weights that are written].
 inline WeightsWritten find_weights_written() {
   static const c10::OperatorName name(weights_written_op, "");
@@ -27,12 +27,13 @@ inline WeightsWritten find_weights_written() {
   return reinterpret_cast<WeightsWritten>(address->toInt());
 }
 
-/// Says by an empty list that a step has ended: see WeightsWritten in base/tensors.h.
-inline void tell_that_step_has_ended(WeightsWritten tell) {
+/// Reports the end of a step by an empty list: see WeightsWritten in base/tensors.h.
+inline void report_end_of_step(WeightsWritten tell) {
   tell(at::TensorList());
 }
 
-/// Has masters notice a step that LibTorch's own optimizers may hide: SGD writes through data().
+/// Makes a step of LibTorch's own optimizers visible to masters: SGD writes through data(), without
+/// a new version.
 inline void note_written(const torch::optim::Optimizer& optimizer) {
   any_parameter(optimizer, [](const at::Tensor& parameter) {
     const bool was_stepped = gradient_of(parameter).defined();
@@ -41,20 +42,20 @@ inline void note_written(const torch::optim::Optimizer& optimizer) {
   });
 }
 
-/// Made where weights are written to. Its end, also after an exception, drops LibTorch's cached
-/// casts of them, which would return the old values within a region, and the casts cached until a
-/// step.
+/// Create it before weights are written. Its destructor, even after an exception, drops LibTorch's
+/// cached casts, which would have the old values in a region, and the casts that are cached
+/// until a step.
 class DropWeightCasts {
  public:
-  /// Where LibTorch counts the writes.
+  /// If LibTorch counts the writes.
   DropWeightCasts() = default;
-  /// Where it may not: the optimizer's parameters are told to have changed, too.
+  /// If LibTorch may not count the writes: this also reports the optimizer's parameters as changed.
   explicit DropWeightCasts(const torch::optim::Optimizer& optimizer) : optimizer_(&optimizer) {}
   ~DropWeightCasts() {
     at::autocast::clear_cache();
     const WeightsWritten tell = find_weights_written();
     if (tell == nullptr) return;
-    tell_that_step_has_ended(tell);
+    report_end_of_step(tell);
     if (optimizer_ == nullptr) return;
     for (const auto& group : optimizer_->param_groups()) tell(group.params());
   }

@@ -33,7 +33,7 @@ inline std::string place_of(std::size_t group, std::size_t index) {
                               " takes.");
 }
 
-/// The options of a group, which must be those that `Kernel` goes by. `number` is for the error.
+/// The options of a group, which must have the type that `Kernel` uses. `number` is for the error.
 template <OptimizerKernel Kernel>
 const typename Kernel::Options& options_of(const torch::optim::OptimizerParamGroup& group,
                                            std::size_t number) {
@@ -58,7 +58,7 @@ void for_each_state(const ParamGroups& groups, const ParamStates& states, const 
   }
 }
 
-/// What is wrong with a parameter with a gradient that the kernels cannot step; else empty.
+/// Why the kernels cannot step a parameter with a gradient; empty if they can.
 inline std::string why_not_fused(const at::Tensor& param, const at::Tensor& grad) {
   if (param.layout() != at::kStrided || grad.layout() != at::kStrided) {
     return " has a gradient of layout " + c10::str(grad.layout()) +
@@ -83,7 +83,7 @@ inline std::string why_not_fused(const at::Tensor& param, const at::Tensor& grad
 /// Throws for a parameter with a gradient that the kernels cannot step. Changes nothing.
 template <OptimizerKernel Kernel>
 void check_parameters(const ParamGroups& groups, const ParamStates& states) {
-  ParamStates seen;  // a set, of what is compiled for the states
+  ParamStates seen;  // used as a set, because this type is already compiled
   for (std::size_t g = 0; g < groups.size(); ++g) {
     for (std::size_t i = 0; i < groups[g].params().size(); ++i) {
       const at::Tensor& param = groups[g].params()[i];

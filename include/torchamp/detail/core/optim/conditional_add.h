@@ -13,8 +13,8 @@
 
 namespace torchamp::detail {
 
-/// Whether the device of `tensor` has ATen's fused kernel `op`, "aten::_fused_sgd_", and it does
-/// what is said of those in optim.h.
+/// Whether the device of `tensor` has ATen's fused kernel `op`, such as "aten::_fused_sgd_", and
+/// the kernel uses the scale and the flag (see optim.h).
 inline bool has_fused_kernel(const char* op, const at::Tensor& tensor) {
   if (!facts_of(tensor.device().type()).fused) return false;
   return c10::Dispatcher::singleton().findSchemaOrThrow(op, "").hasKernelForDispatchKey(
@@ -32,7 +32,8 @@ inline bool has_conditional_add(const at::Tensor& tensor) {
   return has_fused_kernel("aten::_fused_sgd_", tensor);
 }
 
-/// Adds each addend to its sum, unless `found_inf` is there and 1. All of one device and dtype.
+/// Adds each addend to its sum, unless `found_inf` is set and 1. All have the same device and
+/// dtype.
 inline void add_unless(const std::optional<at::Tensor>& found_inf, at::TensorList sums,
                        at::TensorList addends) {
   at::_fused_sgd_(sums, addends, {}, /*weight_decay=*/0., /*momentum=*/0., /*lr=*/1.,

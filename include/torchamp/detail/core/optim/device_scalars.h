@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a fused step reads on its device: the divisor, found_inf, the step counters.
+// Numbers that a fused step reads on its device: the divisor, found_inf, the step counters.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -34,9 +34,9 @@ class StepScalars {
   std::optional<at::Tensor> grad_scale_, found_inf_;
 };
 
-/// What a step needs on one device beside lists of tensors: the scale, the overflow flag, and the
-/// step counters. Adds to them a tensor: an op with a number of the host costs several times as
-/// much.
+/// The numbers that a step needs on one device: the scale, the overflow flag, and the step
+/// counters. A tensor with a 1 is added to the counters, because an op with a number on the host
+/// costs several times as much.
 class DeviceScalars : public StepScalars {
  public:
   explicit DeviceScalars(at::Device device)
@@ -46,10 +46,11 @@ class DeviceScalars : public StepScalars {
 
   at::Device device() const { return one_.device(); }
 
-  /// What kernels ask of a counter; the same of all counters.
+  /// How kernels use a counter; the same for all counters.
   enum class Asked {
-    number,    ///< of this step: it is counted before them
-    is_first,  ///< whether this step is: it is counted after them, until one was surely taken
+    number,    ///< the number of this step: the step is counted before the kernels
+    is_first,  ///< whether this is the first step: counted after the kernels, until a step was
+               ///< surely taken
   };
   void add_counter(std::shared_ptr<StepCounter> counter, Asked asked) {
     asked_ = asked;
@@ -67,14 +68,14 @@ class DeviceScalars : public StepScalars {
     return buffers_.emplace_back(at::empty({elements}, one_.options().dtype(dtype)));
   }
 
-  /// Takes the scale and the flag to this device, and all memory that counting takes. Waits for no
-  /// device, but for a list on the host whose scale is on one. `is_exact`: the flag is 0 or 1.
+  /// Copies the scale and the flag to this device, and allocates all memory for counting. It waits
+  /// only if a list is on the host and its scale is on a device. `is_exact`: the flag is 0 or 1.
   void prepare(const at::Tensor& grad_scale, const at::Tensor& found_inf, bool is_exact) {
-    forget_step();  // one that has thrown
+    forget_step();  // of a step that has thrown
     if (grad_scale.defined()) grad_scale_ = to_device_async(device(), grad_scale);
     if (found_inf.defined()) {
       found_inf_ = to_device_async(device(), found_inf);
-      // The kernels skip where the flag is exactly 1. A sum over devices or processes may be more.
+      // The kernels skip if the flag is exactly 1. A sum over devices or processes may be larger.
       if (!is_exact) found_inf_ = at::ne_out(flag_, *found_inf_, 0.);
     }
     if (asked_ == Asked::is_first) {
@@ -84,11 +85,12 @@ class DeviceScalars : public StepScalars {
     ones_.assign(counts_.size(), one_);
   }
 
-  /// Counts the step on the device, unless it is skipped, where the kernels ask for its number.
+  /// If the kernels use the step's number: counts the step on the device, unless it is skipped.
   void count_before_kernels() {
     if (asked_ == Asked::number) add_step();
   }
-  /// Counts it there else. The host counts, too: surely, or as a step that may have been skipped.
+  /// Otherwise counts the step on the device now. The host also counts, either surely or as a step
+  /// that may have been skipped.
   void count_after_kernels() {
     if (asked_ == Asked::is_first) add_step();
     for (const auto& counter : counters_) {
@@ -96,7 +98,7 @@ class DeviceScalars : public StepScalars {
       if (asked_ == Asked::is_first && counter->may_be_first()) learn_later(counter);
     }
   }
-  /// Keeps nothing of this step.
+  /// Drops the data of this step.
   void forget_step() {
     grad_scale_.reset();
     found_inf_.reset();
@@ -110,8 +112,8 @@ class DeviceScalars : public StepScalars {
   }
 
  private:
-  /// Where only the first step matters, none once the host knows that there was one, as it does
-  /// for good once StepCounter::at_least is above 0.
+  /// If only the first step matters, this is empty as soon as the host has read that there was one,
+  /// that is, if StepCounter::at_least is above 0.
   std::vector<at::Tensor> counts_to_add_to() const {
     std::vector<at::Tensor> counts;
     for (const auto& counter : counters_) {
@@ -125,9 +127,9 @@ class DeviceScalars : public StepScalars {
     at::_foreach_add_(counts_, one_);
     if (found_inf_) at::_foreach_add_(counts_, *found_inf_, /*alpha=*/-1.);
   }
-  /// Has the host learn, without waiting, whether there was a first step: StepCounter::look() asks
-  /// the device, and a later learn() finds the answer. What a body of a graph asks would be asked
-  /// by each replay, so there the counter becomes one of the body's states, and the graph asks.
+  /// Reads, without waiting, whether there was a first step: StepCounter::look() starts a copy from
+  /// the device, and a later learn() reads the copy. In the body of a graph each replay would start
+  /// a copy. So there the counter becomes one of the body's states, and the graph calls look().
   static void learn_later(const std::shared_ptr<StepCounter>& counter) {
     if (GraphBody* const body = GraphBody::current()) {
       body->states.push_back(counter);

@@ -21,13 +21,13 @@
 namespace torchamp::detail {
 
 // Note [Steps without a fused kernel]
-// Where a device has no fused kernel that heeds the scale and the flag, a list's parameters,
-// gradients and states are copied into one flat tensor each, so that ordinary ops step them all at
-// once, and read nothing either. 16-bit numbers are stepped in fp32. If the step is skipped, what
-// was there is stored again. For one list that takes some 30 launches instead of one, 15 to 20 of
-// which go over all parameters, and memory for some five copies of the parameters meanwhile.
+// If a device has no fused kernel that uses the scale and the flag, a list's parameters, gradients
+// and states are copied into one flat tensor each. Ordinary ops then step them all at once, without
+// a read by the host. 16-bit numbers are stepped in fp32. If the step is skipped, the old values
+// are stored again. For one list this takes some 30 launches instead of one (15 to 20 of them
+// process all parameters), and temporary memory for some five copies of the parameters.
 
-/// A list of one step as ordinary ops are to take it.
+/// A list of one step, for ordinary ops.
 class FlatStep {
  public:
   at::Tensor params, grads;       ///< with at least the precision of fp32
@@ -56,11 +56,11 @@ class FlatStep {
     if (weight != 0.) grads.add_(params, weight);
   }
 
-  /// Subtracts `length` times `direction` from the parameters, and gives the optimizer what has
-  /// become of them and of their states, unless the step is skipped.
+  /// Subtracts `length` times `direction` from the parameters, and stores parameters and states in
+  /// the optimizer's tensors, unless the step is skipped.
   void descend(at::Tensor direction, const at::Tensor& length) const {
     params.addcmul_(direction, length, /*value=*/-1.);
-    direction.reset();  // what follows takes memory, too
+    direction.reset();  // frees memory for the following ops
     // A step that runs out of memory changes nothing: this comes before the first write.
     take_back_if_skipped(list_.params, params);
     for (std::size_t k = 0; k < state.size(); ++k) take_back_if_skipped(list_.state[k], state[k]);

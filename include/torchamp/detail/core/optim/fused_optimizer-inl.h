@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 
-// Templates, and functions that compiled.h takes at a second time: see .github/CONTRIBUTING.md,
+// Templates, and functions that compiled.h includes a second time: see .github/CONTRIBUTING.md,
 // Compiled once.
 #ifndef TORCHAMP_FUSED_OPTIMIZER_TEMPLATES
 #define TORCHAMP_FUSED_OPTIMIZER_TEMPLATES
@@ -33,8 +33,9 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-/// The counterpart in LibTorch of an optimizer with `Kernel`, with these groups and no states: what
-/// reads and writes archives, and throws for options out of range, need not be compiled here.
+/// The counterpart in LibTorch of an optimizer with `Kernel`, with these groups and no states. It
+/// reads and writes archives, and throws for options out of range, so this need not be compiled
+/// here.
 template <class Kernel>
 typename Kernel::LibTorch counterpart(const typename Kernel::Options& options,
                                       const ParamGroups& groups = {}) {
@@ -43,7 +44,7 @@ typename Kernel::LibTorch counterpart(const typename Kernel::Options& options,
     optimizer.add_param_group(torch::optim::OptimizerParamGroup(std::vector<at::Tensor>()));
     auto& added = optimizer.param_groups().back();
     // Only now: add_param_group() replaces values that are LibTorch's defaults (an lr of 1e-3, say)
-    // by those of `options`.
+    // by the values of `options`.
     added.set_options(group.options().clone());
     added.params() = group.params();  // which may be no leaves now
   }
@@ -74,9 +75,9 @@ void FusedOptimizerOf<Kernel>::check_group(const torch::optim::OptimizerParamGro
 template <detail::OptimizerKernel Kernel>
 detail::ParamStates& FusedOptimizerOf<Kernel>::state() {
   write_steps();
-  // A plan makes the states before the first step. Where every step was skipped, one that tells of
-  // a step by being there, as SGD's momentum buffer does, is removed; one with a count of 0 may
-  // stay.
+  // A plan creates the states before the first step. If every step was skipped, a state whose
+  // existence means a step, such as SGD's momentum buffer, is removed; a state with a count of 0
+  // may stay.
   plan_.read_counts([&](void* param, int64_t steps) {
     const auto state = state_.find(param);
     if (steps > 0 || state == state_.end()) return;
@@ -101,14 +102,14 @@ template <detail::OptimizerKernel Kernel>
 void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
   auto loaded = detail::counterpart<Kernel>(Options(/*lr=*/0.), param_groups_);
   try {
-    // Without it, LibTorch takes the archive for one of version 1.4 or older.
+    // Without it, LibTorch assumes an archive of version 1.4 or older.
     c10::IValue version;
     archive.read("pytorch_version", version);
     loaded.load(archive);
   } catch (const std::exception& error) {
     const auto* const own = dynamic_cast<const c10::Error*>(&error);
     const std::string cause = own ? own->what_without_backtrace() : error.what();
-    // LibTorch's assertions ask to report a bug, which this is not.
+    // The text of LibTorch's assertions requests a bug report, but this is no bug.
     const bool tells = cause.find("INTERNAL ASSERT") == std::string::npos;
     TORCHAMP_CHECK(false, Kernel::name, "::load: the archive does not hold what ", Kernel::name,
                    " or its counterpart in LibTorch saves for such parameter groups",
@@ -158,7 +159,7 @@ bool FusedOptimizerOf<Kernel>::prepare_captured_step() {
   if (!plan_.is_for(param_groups_, state_)) {  // the next step makes a plan, maybe in a capture
     const auto fit = [](auto, auto, const at::Tensor& param, at::Tensor& tensor) {
       if (tensor.defined() && tensor.sizes() == param.sizes()) {
-        tensor = detail::fitted(tensor, param);  // what was loaded may lie on the host
+        tensor = detail::fitted(tensor, param);  // a loaded state may be on the host
       }
     };
     detail::for_each_state<Kernel>(param_groups_, state_, fit);
@@ -182,14 +183,14 @@ void FusedOptimizerOf<Kernel>::step_fused(const at::Tensor& grad_scale, const at
     outdate_captures_of_other_options();
   }
   plan_.run(param_groups_, grad_scale, found_inf, is_exact);
-  // A graph that holds this step runs eagerly again once the plan is another.
+  // A graph that holds this step runs eagerly again if the plan changes.
   if (auto* const body = detail::GraphBody::current()) {
     body->made_eagerly.push_back(plan_.identity());
   }
 }
 
-/// A graph holds all options but the rates as constants. Where they have changed since the last
-/// step, it must not be replayed: it asks the plan's identity() first.
+/// A graph holds all options except the rates as constants. If they have changed since the last
+/// step, it must not be replayed: it checks the plan's identity() first.
 template <detail::OptimizerKernel Kernel>
 void FusedOptimizerOf<Kernel>::outdate_captures_of_other_options() {
   std::vector<Options> options = options_but_rates();
@@ -208,8 +209,8 @@ auto FusedOptimizerOf<Kernel>::options_but_rates() const -> std::vector<Options>
   return all;
 }
 
-/// Writes the counts to the states. In this order: first the plan forgets counts that the program
-/// has replaced in a state; at the end it takes what is written here for its own.
+/// Writes the counts to the states. First the plan drops counts that the program has replaced in a
+/// state; at the end it records the written counts as its own.
 template <detail::OptimizerKernel Kernel>
 void FusedOptimizerOf<Kernel>::write_steps() const {
   plan_.drop_counts(state_);
@@ -282,9 +283,9 @@ TORCHAMP_BODY void FusedOptimizer::step_with_clip(const detail::StepDivisor& div
   step_and_forget_clip(divisor, found_inf, /*is_exact=*/true);
 }
 
-/// All steps come here: step(), step_scaled(), which others than a scaler may call, and
-/// step_with_clip(), whose divisor may hold the clip already. Steps by step_fused(); then drops the
-/// clip that was left to this step, and the gradients where that is wanted.
+/// All steps call this: step(), step_scaled(), which a scaler or the program calls, and
+/// step_with_clip(), whose divisor may already include the clip. Steps by step_fused(); then drops
+/// the deferred clip and, if drop_gradients_after_step() is set, the gradients.
 TORCHAMP_BODY void FusedOptimizer::step_and_forget_clip(const detail::StepDivisor& divisor,
                                                         const at::Tensor& found_inf,
                                                         bool is_exact) {

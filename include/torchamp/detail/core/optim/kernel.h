@@ -19,31 +19,31 @@ namespace torchamp::detail {
 ///
 ///     LibTorch           the class of its counterpart there, or a StoredOptimizer: its constructor
 ///                        checks the options, and it reads and writes archives
-///     Options, State     the types that go with that
+///     Options, State     the types of options and states
 ///     name               for error texts
 ///     apart              whether a call needs parameters with one common count of steps
 ///     kinds(options)     how many kinds of state tensors a parameter has
-///     tensor(state, k)   the one of kind k; that of kind 0 always, if undefined
-///     initial(k, …)      what it starts as
+///     tensor(state, k)   the state tensor of kind k; callable for kind 0 with all options
+///     initial(k, …)      the initial value of a state tensor
 ///     counted(options)   whether steps are counted on the device
-///     steps, set_steps   the count as LibTorch's state holds it, for parameters that are counted
+///     steps, set_steps   the count that LibTorch's state holds, for parameters that are counted
 ///     step(options, …)   the step of all parameters of a list
-///     asks_counter(options)
-///                        whether step() asks list.counter at all
-///     counts_first_only  whether all that it asks of it is whether the step is the first; it then
-///                        counts the steps before this one, up to the first that was surely made
-///     op                 the op of ATen's that step() calls, or null; where the device lacks it,
+///     uses_counter(options)
+///                        whether step() uses list.counter at all
+///     counts_first_only  whether step() needs the counter only to check for the first step; the
+///                        counter then counts earlier steps, until one was surely taken
+///     op                 ATen's op that step() calls, or null. If the device lacks the op,
 ///                        list.lacks_op is true, and all parameters of a list have one count
-///     elementwise        whether step() treats each element independently; step() may be called
-///                        with parts of parameters then
-///     why_not(param)     what is wrong with a parameter that step() cannot take; else empty
+///     elementwise        whether step() treats each element independently; then step() may be
+///                        called with parts of parameters
+///     why_not(param)     why step() cannot take a parameter; empty if it can
 ///
-/// KernelBase has what is the same for most: derive from it.
+/// Derive from KernelBase, which has the members that most kernels share.
 ///
-/// step() divides the gradients by scalars.grad_scale(), if it is there, and changes nothing where
-/// scalars.found_inf() is there and 1. Other counters count the step already. It never reads the
-/// device. list.rate, where defined, takes the place of the options' learning rate. ATen's fused
-/// ops do all that; a kernel that ATen lacks is a FlatStep.
+/// step() divides the gradients by scalars.grad_scale(), if it is set, and changes nothing if
+/// scalars.found_inf() is set and 1. Counters other than counts_first_only already include the
+/// step. step() never reads the device. list.rate, if defined, replaces the options' learning rate.
+/// ATen's fused ops do all this; a kernel that ATen lacks is a FlatStep.
 template <class K>
 concept OptimizerKernel = std::derived_from<typename K::LibTorch, torch::optim::Optimizer> &&
     requires(const typename K::Options& options, typename K::State& state, const StepList& list,
@@ -58,13 +58,13 @@ concept OptimizerKernel = std::derived_from<typename K::LibTorch, torch::optim::
   { K::tensor(state, std::size_t{}) } -> std::same_as<at::Tensor&>;
   { K::initial(std::size_t{}, param, options) } -> std::same_as<at::Tensor>;
   { K::counted(options) } -> std::same_as<bool>;
-  { K::asks_counter(options) } -> std::same_as<bool>;
+  { K::uses_counter(options) } -> std::same_as<bool>;
   { K::steps(state) } -> std::same_as<int64_t>;
   K::set_steps(state, int64_t{});
   K::step(options, list, scalars);
 };
 
-/// What most kernels have in common.
+/// The common part of most kernels.
 template <class LibTorch_, class Options_, class State_>
 struct KernelBase {
   using LibTorch = LibTorch_;
@@ -80,7 +80,7 @@ struct KernelBase {
     return at::zeros_like(param);
   }
   static bool counted(const Options&) { return true; }
-  static bool asks_counter(const Options&) { return true; }
+  static bool uses_counter(const Options&) { return true; }
   static int64_t steps(const State& s) { return s.step(); }
   static void set_steps(State& s, int64_t steps) { s.step(steps); }
 };

@@ -14,7 +14,7 @@ namespace torchamp::detail {
 /// The names of the fused optimizers, for error texts: "FusedAdam, FusedAdamW or FusedSGD".
 template <class... Kernels>
 struct KernelNames {
-  /// `elementwise_only`: of those that treat each element independently.
+  /// `elementwise_only`: only optimizers that treat each element independently.
   static std::string text(bool elementwise_only = false) {
     std::string names, last;
     const auto add = [&](const char* name, bool is_elementwise) {

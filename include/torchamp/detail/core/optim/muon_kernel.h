@@ -29,11 +29,11 @@
 namespace torchamp::detail {
 
 // Note [Steps of Muon]
-// A step is torch.optim.Muon's: the momentum, in the dtype of a FlatStep; Newton-Schulz in bf16, as
-// there; then the update. Matrices of one shape and layout are stepped together as one tensor of
-// three dimensions, at most max_batch_elements at a time: this bounds the memory of a step, and
-// larger products are no faster. So the number of launches does not depend on the number of
-// matrices of a shape.
+// A step is the step of torch.optim.Muon: the momentum, in the dtype of a FlatStep; Newton-Schulz
+// in bf16, as in Python; then the update. Matrices of one shape and layout are stepped together as
+// one tensor of three dimensions, at most max_batch_elements at a time: this bounds the memory of a
+// step, and larger products are no faster. So the number of launches does not depend on the number
+// of matrices of a shape.
 //
 // The order of a matrix's columns does not matter to Newton-Schulz, and a matrix and its transpose
 // give results that are each other's transpose. Python's step transposes tall matrices, and so does
@@ -66,7 +66,7 @@ struct MuonKernel
   }
 
  private:
-  /// The matrices of a list, by shape and layout. Without those that have no elements.
+  /// The matrices of a list, by shape and layout, without empty matrices.
   static std::vector<StepList> batches_of(const StepList& list) {
     std::vector<StepList> batches;
     const auto as_it_is = [](const at::Tensor& tensor) { return tensor; };
@@ -92,7 +92,7 @@ struct MuonKernel
     const at::Tensor update =
         o.nesterov() ? step.grads.lerp_(step.state[0], o.momentum()) : step.state[0];
     const at::Tensor& param = batch.params.front();
-    // The matrices in the layout of the parameters, which the flat tensor has, too.
+    // The matrices in the layout of the parameters and of the flat tensor.
     std::vector<int64_t> sizes = param.sizes().vec(), strides = param.strides().vec();
     sizes.insert(sizes.begin(), static_cast<int64_t>(batch.params.size()));
     strides.insert(strides.begin(), param.numel());
@@ -103,7 +103,7 @@ struct MuonKernel
     step.descend(in_memory_order(directions), step.rate.mul(adjustment(o, param)));
   }
 
-  /// By what the learning rate of such a matrix is multiplied.
+  /// The factor of the learning rate for such a matrix.
   static double adjustment(const Options& o, const at::Tensor& param) {
     const auto rows = static_cast<double>(param.size(0));
     const double columns = static_cast<double>(param.numel()) / rows;

@@ -28,16 +28,16 @@
 namespace torchamp::detail {
 
 // Note [The plan of a fused step]
-// What the kernels are called with (lists of parameters, states and counters by group, device and
-// dtype) is made once and kept. Each step walks over the parameters, collects the gradients, and
-// finds out on the way whether the plan still holds: the same parameters, the same of them with
-// gradients, the layouts that the states were made for, the same kinds of state, the same states.
-// (LibTorch gives everyone a reference to the map of states, to clear it or to put others there.)
-// If not, a new one is made from the groups, the states and the counters: nothing else outlives a
-// plan. A parameter keeps its counter while it has no gradient. A state that is not the plan's
-// holds itself how many steps were made with it.
+// The arguments of the kernels (lists of parameters, states and counters by group, device and
+// dtype) are made once and kept. Each step walks over the parameters, collects the gradients, and
+// checks whether the plan is still valid: the same parameters, the same parameters with gradients,
+// the layouts for which the states were made, the same kinds of state, the same states. (LibTorch
+// returns a reference to the map of states, so a program may clear it or replace states.) If the
+// plan is not valid, a new plan is made from the groups, the states and the counters: nothing else
+// outlives a plan. A parameter keeps its counter while it has no gradient. A state that is not the
+// plan's holds its own number of steps.
 
-/// What a step of `Kernel` calls the fused kernels with.
+/// The arguments with which a step of `Kernel` calls the fused kernels.
 template <OptimizerKernel Kernel>
 class StepPlan {
   using Seen = SeenState<Kernel>;
@@ -53,7 +53,7 @@ class StepPlan {
   StepPlan& operator=(StepPlan&&) noexcept = default;
   ~StepPlan() = default;
 
-  /// False if the plan does not hold for `groups` and `states`.
+  /// False if the plan is not valid for `groups` and `states`.
   bool collect_gradients(const ParamGroups& groups, const ParamStates& states) {
     for (StepList& list : lists_) list.grads.clear();
     return all_of(groups, states, [](const Slot& slot, const at::Tensor& param) {
@@ -63,10 +63,9 @@ class StepPlan {
     });
   }
 
-  /// Makes a plan for `groups`, in place of one that does not hold; goes on with the counts. Makes
-  /// the states that are missing and takes those that are not to their parameters' device, dtype
-  /// and layout. Throws for what a fused step cannot take; then there is no plan, and no gradient
-  /// is held.
+  /// Makes a plan for `groups`, in place of a plan that is not valid, and keeps the counts. Creates
+  /// missing states, and converts the others to their parameters' device, dtype and layout. Throws
+  /// for parameters that a fused step cannot take; then there is no plan, and no gradient is held.
   void make(const ParamGroups& groups, const Options& defaults, ParamStates& states) {
     drop_counts(states);
     drop_lists();
@@ -96,13 +95,13 @@ class StepPlan {
     note_states(states);
   }
 
-  /// Remembers which states there are, and how many steps each holds.
+  /// Records the present states and their numbers of steps.
   void note_states(const ParamStates& states) {
     for (Slot& slot : slots_) slot.seen = Seen::of(slot.param, states);
   }
 
-  /// Forgets the counts of parameters whose states are no longer those of note_states(). If there
-  /// are any, the plan does not hold.
+  /// Drops the counts of parameters whose states have changed since note_states(). If there are
+  /// any, the plan is not valid.
   void drop_counts(const ParamStates& states) {
     for (Slot& slot : slots_) {
       if (!slot.seen.state || Seen::of(slot.param, states) == slot.seen) continue;
@@ -111,7 +110,7 @@ class StepPlan {
     }
   }
 
-  /// Keeps nothing but the counts: the plan does not hold.
+  /// Drops everything except the counts: the plan is not valid.
   void drop_lists() {
     uses_.clear();
     lists_.clear();
@@ -119,33 +118,33 @@ class StepPlan {
     identity_.reset();
   }
 
-  /// Keeps nothing.
+  /// Drops everything.
   void drop() {
     drop_lists();
     slots_.clear();
     counters_.clear();
   }
 
-  /// Calls f(parameter, count) for each that is counted. Synchronises for each counter that the
-  /// host does not know.
+  /// Calls f(parameter, count) for each counted parameter. Synchronises for each counter whose
+  /// value only the device has.
   template <class F>
   void read_counts(const F& f) const {
     counters_.read(f);
   }
 
-  /// Whether there is a plan, and for these groups and states, whatever gradients there are.
+  /// Whether there is a plan for these groups and states. Gradients do not matter.
   bool is_for(const ParamGroups& groups, const ParamStates& states) const {
     return !lists_.empty() && all_of(groups, states, [](const Slot& slot, const at::Tensor&) {
       return !slot.list || !slot.seen.state || slot.has_tensors();
     });
   }
 
-  /// Lives as long as what captured steps of this plan read and write, and hold of its options.
+  /// Expires when captured steps of this plan become invalid.
   std::weak_ptr<const void> identity() const { return identity_; }
-  /// Steps that were captured with this plan no longer hold: for graphs, its identity() is gone.
+  /// Makes captured steps of this plan invalid: identity() expires.
   void outdate_captures() { identity_ = std::make_shared<char>(); }
 
-  /// Makes the steps read their learning rates from the device and writes there those that changed.
+  /// Makes the steps read their learning rates from the device, and writes changed rates there.
   void write_rates(const ParamGroups& groups) {
     for (StepList& list : lists_) {
       const double rate = options_of<Kernel>(groups[list.group], list.group).lr();
@@ -154,8 +153,8 @@ class StepPlan {
       } else if (rate != list.written_rate) {
         list.rate.fill_(rate);
         if (!list.device.is_cpu()) {
-          // Made on a capture's stream, maybe, and written on this one: its memory is not used
-          // again before the write has run.
+          // The tensor may come from a capture's stream, and is written on this stream: its memory
+          // must not be reused before the write has run.
           list.rate.record_stream(
               c10::impl::VirtualGuardImpl(list.device.type()).getStream(list.device));
         }
@@ -164,14 +163,15 @@ class StepPlan {
     }
   }
 
-  /// Counts a replayed step, which the device has counted; this widens the host's bounds of it.
+  /// Counts a replayed step, which the device has already counted: widens the host's bounds of the
+  /// count.
   void note_step() {
     for (DeviceScalars& scalars : scalars_) scalars.count_replayed();
   }
 
-  /// Steps with the gradients collected. Takes memory first: where it runs out, no step is counted,
-  /// nor any list stepped. (Only where a kernel is lacking, or masters are split on a device, do
-  /// single lists need more on their way.)
+  /// Steps with the collected gradients. Allocates memory first: if it runs out, no step is
+  /// counted, and no list is stepped. (Single lists need more memory later only if a kernel is
+  /// missing, or if masters on a device are split.)
   void run(const ParamGroups& groups, const at::Tensor& grad_scale, const at::Tensor& found_inf,
            bool is_exact) {
     for (DeviceScalars& scalars : scalars_) scalars.prepare(grad_scale, found_inf, is_exact);
@@ -196,8 +196,8 @@ class StepPlan {
     list.method ? list.method->step(step, list) : step(list, *list.scalars);
   }
 
-  /// Drops the gradients, and tells autograd and caches of weight casts, as kernels do not, that
-  /// the parameters were written to.
+  /// Drops the gradients, and reports the write of the parameters to autograd and to caches of
+  /// weight casts, because kernels do not.
   static void note_stepped(StepList& list) {
     list.grads.clear();
     list.buffer.reset();
@@ -207,8 +207,9 @@ class StepPlan {
     }
   }
 
-  /// Has the steps of all parameters with a gradient counted that want it. Before add_parameter(),
-  /// whose lists hold the counters; after drop_counts(), so that a counter here is still right.
+  /// Counts the steps of all parameters with a gradient whose options require it. Call it before
+  /// add_parameter(), whose lists hold the counters, and after drop_counts(), so that all counters
+  /// are valid.
   void count_steps(const ParamGroups& groups, const std::vector<GroupUse>& uses,
                    const ParamStates& states) {
     std::vector<StepCounters::Share> shares;
@@ -229,8 +230,8 @@ class StepPlan {
     }
   }
 
-  /// Whether the groups and parameters are the plan's, the states those of note_states(), and
-  /// `holds(slot, param)` is true of each parameter.
+  /// Whether the groups and parameters are the plan's, the states are unchanged since
+  /// note_states(), and `holds(slot, param)` is true for each parameter.
   template <class Holds>
   bool all_of(const ParamGroups& groups, const ParamStates& states, const Holds& holds) const {
     if (uses_.size() != groups.size()) return false;
@@ -255,14 +256,14 @@ class StepPlan {
     return scalars_.emplace_back(device);
   }
 
-  /// Adds a parameter to the list that it belongs to, which may be a new one, and returns that.
+  /// Adds a parameter to its list, which may be new, and returns the list.
   StepList& add_parameter(std::size_t group, const GroupUse& use, const at::Tensor& param,
                           const Options& defaults, ParamStates& states) {
     void* const key = param.unsafeGetTensorImpl();
     const auto counter = use.counted ? counters_.of(key) : nullptr;
     constexpr bool has_op = Kernel::op != nullptr;
     const bool is_lacked = has_op && !has_fused_kernel(Kernel::op, param);
-    const bool is_apart = (Kernel::apart || is_lacked) && use.asks_counter;
+    const bool is_apart = (Kernel::apart || is_lacked) && use.uses_counter;
     StepList& list = group_of(lists_, StepKey{TensorKind::of(param), group,
                                               is_apart ? counter : nullptr, step_method_of(param)});
     if (list.params.empty()) {
@@ -272,7 +273,7 @@ class StepPlan {
       list.state.resize(use.kinds);
     }
     list.params.push_back(param);
-    // Its group may have been added by torch::optim::Optimizer, which tells nobody.
+    // torch::optim::Optimizer may have added its group, without calling note_weights().
     if (WeightMeta* const meta = weight_meta_of(param)) meta->has_optimizer = true;
     if (counter) list.counters.push_back(counter->value);
     for (std::size_t k = 0; k < use.kinds; ++k) {

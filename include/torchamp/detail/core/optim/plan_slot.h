@@ -15,18 +15,18 @@
 
 namespace torchamp::detail {
 
-// What a plan relies on: see Note [The plan of a fused step].
+// The facts on which a plan depends: see Note [The plan of a fused step].
 
-/// A state as it was at some time.
+/// A record of a state at some time.
 template <OptimizerKernel Kernel>
 struct SeenState {
   using State = typename Kernel::State;
 
-  /// Null if there is none. Only to be compared. Another one may be made at the address of one
-  /// that is gone, but without tensors.
+  /// Null if there is none. Only for comparison. A new state may get the address of a destroyed
+  /// state, but it has no tensors.
   State* state = nullptr;
   bool has_tensor = false;
-  int64_t steps = 0;  ///< as the state holds them
+  int64_t steps = 0;  ///< as stored in the state
   bool operator==(const SeenState&) const = default;
 
   static SeenState of(void* param, const ParamStates& states) {
@@ -45,7 +45,7 @@ struct PlanSlot {
   std::size_t place = 0;     ///< in the list
   SeenState<Kernel> seen{};
 
-  /// Whether the parameter's tensors in its list are those of its state.
+  /// Whether the parameter's tensors in its list are the tensors of its state.
   bool has_tensors() const {
     for (std::size_t k = 0; k < list->state.size(); ++k) {
       const at::Tensor& tensor = Kernel::tensor(*seen.state, k);
@@ -54,7 +54,7 @@ struct PlanSlot {
     return true;
   }
 
-  /// Adds the gradient to the list. False if the list does not hold for it.
+  /// Adds the gradient to the list. False if the list is not valid for it.
   bool add_gradient(const at::Tensor& tensor, const at::Tensor& gradient) const {
     if (!(TensorKind::of(tensor) == *list) || !tensor.is_non_overlapping_and_dense() ||
         gradient.layout() != at::kStrided) {
@@ -71,11 +71,11 @@ struct PlanSlot {
   }
 };
 
-/// What a plan relies on of a group's options.
+/// The facts about a group's options on which a plan depends.
 struct GroupUse {
   std::size_t kinds;  ///< of state
   bool counted;
-  bool asks_counter;  ///< of its own
+  bool uses_counter;  ///< whether its steps use a counter
   bool operator==(const GroupUse&) const = default;
 };
 
@@ -83,7 +83,7 @@ template <OptimizerKernel Kernel>
 GroupUse use_of(const ParamGroups& groups, std::size_t group) {
   const typename Kernel::Options& options = options_of<Kernel>(groups[group], group);
   const bool counted = Kernel::counted(options);
-  return {Kernel::kinds(options), counted, counted && Kernel::asks_counter(options)};
+  return {Kernel::kinds(options), counted, counted && Kernel::uses_counter(options)};
 }
 
 }  // namespace torchamp::detail

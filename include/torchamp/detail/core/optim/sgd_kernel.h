@@ -22,16 +22,16 @@
 namespace torchamp::detail {
 
 // Note [First steps of SGD]
-// A momentum buffer starts as the first gradient that is stepped with, undampened. ATen's kernel
-// does so when it is told is_first_step, and then skips or not like any other step, so that a host
-// that does not read never learns whether the buffer was filled (PyTorch's own optimizer takes it
-// for granted and goes on with uninitialised memory). Here buffers start as zeros, and the device
-// counts steps until there was one. The count is copied to the host until the host has learned of
-// that step; nothing waits for the copy. Without dampening, a later step makes of zeros what the
-// first step makes of anything: the count matters only if dampening is set later. With dampening,
-// while the host does not know, the kernel is called twice, as for the first step and as for a
-// later one. Each call is skipped where its gate is 1: if there was an earlier step or none, and if
-// the step is skipped anyway.
+// A momentum buffer starts as the gradient of the first step, undampened. ATen's kernel does this
+// if is_first_step is true. But it may skip this step like any other, so without a read the host
+// cannot know whether the buffer was filled. (PyTorch's own optimizer assumes that it was, and
+// continues with uninitialised memory.) Here buffers start as zeros, and the device counts steps
+// until one was taken. The count is copied to the host until that step has arrived there; nothing
+// waits for the copy. Without dampening, a later step with a buffer of zeros gives the same result
+// as the first step: the count matters only if dampening is set later. With dampening, as long as
+// the host has no answer, the kernel is called twice: as for the first step, and as for a later
+// step. Each call has a gate and is skipped if the gate is 1: the first if there was an earlier
+// step, the second if there was none, and both if the step is skipped anyway.
 struct SgdKernel
     : KernelBase<torch::optim::SGD, torch::optim::SGDOptions, torch::optim::SGDParamState> {
   static constexpr const char* name = "FusedSGD";
@@ -43,7 +43,7 @@ struct SgdKernel
   static std::size_t kinds(const Options& o) { return o.momentum() == 0 ? 0 : 1; }
   static at::Tensor& tensor(State& s, std::size_t) { return s.momentum_buffer(); }
   static bool counted(const Options& o) { return o.momentum() != 0; }
-  static bool asks_counter(const Options& o) { return counted(o) && o.dampening() != 0; }
+  static bool uses_counter(const Options& o) { return counted(o) && o.dampening() != 0; }
   static int64_t steps(const State& s) { return s.momentum_buffer().defined() ? 1 : 0; }
   static void set_steps(State&, int64_t) {}
 
@@ -51,7 +51,7 @@ struct SgdKernel
     if (list.lacks_op || (cpu_loses_16_bit_steps && list.device.is_cpu() && is_16_bit(list.dtype)))
       return step_flat(o, list, scalars);
     const auto& found_inf = scalars.found_inf();
-    if (!asks_counter(o) || list.counter->at_least > 0) {
+    if (!uses_counter(o) || list.counter->at_least > 0) {
       call(o, list, /*first=*/false, scalars.grad_scale(), found_inf);
     } else if (list.counter->at_most == 0) {
       call(o, list, /*first=*/true, scalars.grad_scale(), found_inf);
@@ -78,7 +78,7 @@ struct SgdKernel
     at::Tensor direction = step.grads;
     if (o.momentum() != 0.) {
       at::Tensor gradient = step.grads;  // for the buffer
-      if (asks_counter(o)) {
+      if (uses_counter(o)) {
         const at::Tensor is_first = list.counter->value.eq(0.).to(gradient.scalar_type());
         gradient = gradient.mul(is_first.mul(o.dampening()).add_(1. - o.dampening()));
       }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// LibTorch's own kinds of optimizers, in one table. A fused optimizer describes itself.
+// A table of LibTorch's own kinds of optimizers. Fused optimizers describe themselves.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,7 +28,7 @@ struct LibTorchKind {
   static constexpr bool is_elementwise = elementwise;
 };
 
-/// Calls f with each kind until it returns true; whether it did.
+/// Calls f with each kind until f returns true. Returns whether it did.
 template <class F>
 bool any_libtorch_kind(const F& f) {
   using namespace torch::optim;
@@ -60,9 +60,9 @@ inline auto tensors_of(torch::optim::LBFGSParamState&) {
   return std::tuple<>();
 }
 
-/// Calls f for the tensors that LibTorch's own optimizers keep for a parameter, of its shape and
-/// written in place, so far as they are defined. For none of LBFGS's state. False, for no tensor,
-/// if the state is of another kind.
+/// Calls f with each defined tensor that LibTorch's own optimizers store for a parameter in its
+/// shape and write in place; with none of LBFGS's state. If the state is of another kind, returns
+/// false and does not call f.
 template <class F>
 bool for_each_state_tensor(torch::optim::OptimizerParamState& state, const F& f) {
   return any_libtorch_kind([&]<class Kind>(Kind) {
@@ -74,8 +74,8 @@ bool for_each_state_tensor(torch::optim::OptimizerParamState& state, const F& f)
   });
 }
 
-/// Whether LibTorch 2.15 takes what such options of a group leave out from an optimizer's defaults.
-/// It replaces options of other types by the defaults.
+/// Whether LibTorch 2.15 completes such options of a group from the optimizer's defaults. It
+/// replaces options of other types by the defaults.
 inline bool is_known_to_libtorch(const torch::optim::OptimizerOptions& options) {
   return any_libtorch_kind([&options]<class Kind>(Kind) {
     return dynamic_cast<const typename Kind::Options*>(&options) != nullptr;

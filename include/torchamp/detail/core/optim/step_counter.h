@@ -11,16 +11,17 @@
 
 namespace torchamp::detail {
 
-/// How many steps some parameters of one device have taken. Only the device knows, since only the
-/// device knows which steps were skipped; the host knows bounds, which are equal as long as no step
-/// could be skipped.
+/// How many steps some parameters of one device have taken. The exact number is on the device,
+/// because the device decides which steps are skipped. The host has bounds, which are equal as long
+/// as no step could be skipped.
 struct StepCounter final : ReplayedState {
   StepCounter(at::Device device, int64_t steps)
       : value(at::full({}, static_cast<float>(steps), at::device(device).dtype(at::kFloat))),
         at_least(steps),
         at_most(steps) {}
 
-  /// The same count, for parameters on `device` whose steps are counted apart from here on.
+  /// A copy of the count, for parameters on `device` whose steps are counted separately from now
+  /// on.
   StepCounter copy_to(at::Device device) const {
     StepCounter copy(device, at_most);
     copy.value.copy_(value);
@@ -28,16 +29,16 @@ struct StepCounter final : ReplayedState {
     return copy;
   }
 
-  /// Counts a step; not `surely`: one that may have been skipped, as a replayed one may.
+  /// Counts a step. If not `surely`, the step may have been skipped, as in a replay.
   void count(bool surely) {
     if (surely) ++at_least;
     ++at_most;
   }
 
-  /// Whether only the device knows if a step was made at all.
+  /// Whether the host does not know if any step was taken.
   bool may_be_first() const { return at_least == 0 && at_most > 0; }
 
-  /// Takes what the host has learned of that, or can at once.
+  /// Updates the bounds from a copy that has arrived, or directly if the count is on the host.
   void learn() {
     if (!may_be_first()) return;
     float steps = 0.F;
@@ -50,8 +51,8 @@ struct StepCounter final : ReplayedState {
     if (steps > 0.F) at_least = 1;
   }
 
-  // What was captured while a first step could be still to come holds until it has: then there is
-  // less to do.
+  // A capture from before the first step is valid until the first step is taken: after it there is
+  // less work.
   void settle() override {
     if (may_be_first() && value.item<float>() > 0.F) at_least = 1;
   }
@@ -61,7 +62,7 @@ struct StepCounter final : ReplayedState {
   }
   /// A CPU's count is at hand.
   bool wants_look() const override { return may_be_first() && !asked && !value.is_cpu(); }
-  /// Has the host learn, some time later, whether there was one. Waits for nobody.
+  /// Starts a copy of the count to the host. Does not wait.
   void look() override {
     if (!wants_look()) return;
     mirror.send(value, not_here_yet);
@@ -72,7 +73,7 @@ struct StepCounter final : ReplayedState {
   int64_t at_least, at_most;
 
   HostMirror mirror{};  ///< of the count
-  bool asked = false;   ///< and it is under way
+  bool asked = false;   ///< whether a copy has been started
 
  private:
   static constexpr float not_here_yet = -1.F;

@@ -16,14 +16,14 @@
 
 namespace torchamp::detail {
 
-/// Which parameter's steps are counted where. Parameters that were always stepped together share a
-/// counter. Once only some of them have gradients, these get a copy of it.
+/// Maps parameters to the counters of their steps. Parameters that were always stepped together
+/// share a counter. If only some of them have gradients in a step, these get a copy of it.
 class StepCounters {
  public:
-  /// What parameters have in common whose steps may be counted by one counter.
+  /// Parameters with equal values of this may share a counter.
   struct Counted {
     std::shared_ptr<StepCounter> before;
-    int64_t steps;  ///< of those without one
+    int64_t steps;  ///< of parameters without a counter
     at::Device device;
     bool operator==(const Counted&) const = default;
   };
@@ -37,8 +37,8 @@ class StepCounters {
     return found == counters_.end() ? nullptr : found->second;
   }
 
-  /// Gives the parameters of `share` a counter on their device that no other has, and returns it.
-  /// One that nobody else has stays: graphs may use its memory.
+  /// Gives the parameters of `share` their own counter on their device, and returns it. If they
+  /// already have their own counter, it stays: graphs may use its memory.
   std::shared_ptr<StepCounter> count_apart(const Share& share) {
     std::shared_ptr<StepCounter> counter = share.before;
     std::size_t users = 0;
@@ -52,8 +52,8 @@ class StepCounters {
     return counter;
   }
 
-  /// Calls f(parameter, count) for each that is counted. Synchronises for each counter that the
-  /// host does not know.
+  /// Calls f(parameter, count) for each counted parameter. Synchronises for each counter whose
+  /// value only the device has.
   template <class F>
   void read(const F& f) const {
     for (const auto& [param, counter] : counters_) {

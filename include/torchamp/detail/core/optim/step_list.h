@@ -17,33 +17,33 @@ namespace torchamp::detail {
 
 class StepMethod;
 
-/// What parameters have in common that one call steps.
+/// The common properties of parameters that one call steps.
 struct StepKey : TensorKind {
   std::size_t group;
   std::shared_ptr<StepCounter> counter;  ///< for kernels that want one count for all parameters
-  const StepMethod* method = nullptr;    ///< of weights that carry one
+  const StepMethod* method = nullptr;    ///< of weights that have one
   bool operator==(const StepKey&) const = default;
 };
 
-/// What a list keeps without its parameters.
+/// A list without its parameters.
 struct StepListHead : StepKey {
   DeviceScalars* scalars = nullptr;
   bool lacks_op = false;    ///< the device lacks Kernel::op
-  bool takes_parts = true;  ///< a step does to a part of a parameter what it would do to the whole
+  bool takes_parts = true;  ///< a step of a part of a parameter equals that part of a step
 
-  /// The learning rate where a captured step reads it (0-dim fp32), and what was last written
-  /// there; undefined where steps are not captured.
+  /// The learning rate that a captured step reads (0-dim fp32), and the value that was last written
+  /// to it; undefined if steps are not captured.
   at::Tensor rate{};
   double written_rate = 0.;
 };
 
-/// The parameters that one call of a fused kernel steps: those of one group, device and dtype that
-/// have a gradient. Kept from step to step; the gradients are not.
+/// The parameters that one call of a fused kernel steps: the parameters of one group, device and
+/// dtype with a gradient. The list is kept from step to step, but not the gradients.
 struct StepList : StepListHead {
   std::vector<at::Tensor> params{}, grads{};
   std::vector<at::Tensor> counters{};            ///< one for each parameter, shared or not
   std::vector<std::vector<at::Tensor>> state{};  ///< by kind of state, then by parameter
-  at::Tensor buffer{};                           ///< of a step by chunks, while it lasts
+  at::Tensor buffer{};                           ///< during a step by chunks
 
   /// The list without its parameters.
   StepList emptied() const {
@@ -52,11 +52,10 @@ struct StepList : StepListHead {
     return list;
   }
 
-  /// What to make of a tensor.
+  /// Selects a part of a tensor.
   using Part = c10::function_ref<at::Tensor(const at::Tensor&)>;
 
-  /// Adds what `of` makes of the tensors beside the i-th parameter of `from`: gradient, counter,
-  /// state.
+  /// Adds the parts of the other tensors of the i-th parameter of `from`: gradient, counter, state.
   void add_beside_param(const StepList& from, std::size_t i, Part of) {
     grads.push_back(of(from.grads[i]));
     if (!from.counters.empty()) counters.push_back(from.counters[i]);
@@ -64,36 +63,36 @@ struct StepList : StepListHead {
   }
 };
 
-/// Kernel::step with the options of a group, for what is the same for all kernels.
+/// Kernel::step with the options of a group, for code that is the same for all kernels.
 using KernelStep = c10::function_ref<void(const StepList&, const StepScalars&)>;
 
-/// How fused optimizers step weights that are not stepped as they are; see
-/// Note [Weights that carry something]. Weights with one method are in lists of their own.
+/// How fused optimizers step weights if they do not step the tensors themselves; see
+/// Note [Weights that carry something]. Weights with a method have their own lists.
 class StepMethod : public AnyStepMethod {
  public:
   StepMethod() = default;
   StepMethod(const StepMethod&) = delete;
   StepMethod& operator=(const StepMethod&) = delete;
 
-  /// Throws where `weight` cannot be stepped with `gradient`.
+  /// Throws if `weight` cannot be stepped with `gradient`.
   virtual void check(const at::Tensor& weight, const at::Tensor& gradient,
                      ErrorPlace where) const = 0;
   /// Whether check() would pass.
   virtual bool holds(const at::Tensor& weight, const at::Tensor& gradient) const = 0;
-  /// What the weight stands for, of its layout: a state starts from it.
+  /// The master that the weight represents, in its layout: a state starts from it.
   virtual at::Tensor master(const at::Tensor& weight) const = 0;
 
-  /// What step() is to find as list.buffer.
+  /// The value of list.buffer for step().
   virtual at::Tensor buffer(const StepList& list) const = 0;
   virtual void step(KernelStep kernel, const StepList& list) const = 0;
-  /// After step(), with the weight's new version.
+  /// Called after step(), when the weight has its new version.
   virtual void note_stepped(const at::Tensor& weight) const = 0;
 
  protected:
   ~StepMethod() = default;
 };
 
-/// Null for what is stepped as it is.
+/// Null if the tensor itself is stepped.
 inline const StepMethod* step_method_of(const at::Tensor& weight) {
   const WeightMeta* const meta = weight_meta_of(weight);
   return meta ? static_cast<const StepMethod*>(meta->step_method) : nullptr;

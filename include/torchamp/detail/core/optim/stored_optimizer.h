@@ -27,6 +27,7 @@ class StoredOptimizer final : public torch::optim::Optimizer {
 
   at::Tensor step(LossClosure /*closure*/ = nullptr) override {
     TORCH_INTERNAL_ASSERT(false, "StoredOptimizer does not step");
+    return {};
   }
   void save(torch::serialize::OutputArchive& archive) const override {
     torch::optim::serialize<State, Options>(archive, *this);

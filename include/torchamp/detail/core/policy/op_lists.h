@@ -19,17 +19,18 @@
 namespace torchamp::detail {
 
 // Note [What LibTorch refuses]
-// A 16-bit product may come to an op that has no kernel for 16 bits, or that wants all its
-// arguments in one dtype. These rows of the standard table are for such ops. What LibTorch takes
-// for some inputs alone (fp16 transforms, 16-bit sparse products without gradients) is in fp32,
-// too; otherwise they change no call that LibTorch takes:
+// A 16-bit product may be an argument of an op that has no kernel for 16 bits, or that requires all
+// its arguments in one dtype. These rows of the standard table are for such ops. If LibTorch
+// accepts 16 bits for some inputs only (fp16 transforms, 16-bit sparse products without gradients),
+// the op also runs in fp32. Otherwise these rows do not change calls that LibTorch accepts:
 //  - decompositions, Fourier transforms, special functions, samples, complex numbers made of real
-//    ones and ops on sparse matrices take their arguments in fp32, where LibTorch has no kernel
-//    that sees to it;
-//  - ops that want one dtype take the widest;
-//  - in place, and with out=, what they read takes the dtype of what they write to;
-//  - masked_fill with a value beyond the dtype of what it fills (-1e9 in fp16) fills in fp32, and
-//    so does rrelu, in fp16 training on a CPU.
+//    ones and ops on sparse matrices take their arguments in fp32, if LibTorch has no kernel that
+//    casts them;
+//  - ops that require one dtype take the widest;
+//  - in place, and with out=, arguments that are read are cast to the dtype of the tensor that is
+//    written;
+//  - masked_fill runs in fp32 if the tensor's dtype cannot hold the value (-1e9 in fp16), and rrelu
+//    in fp16 training on a CPU.
 
 // clang-format off
 /// Ops without 16-bit kernels on any device.
@@ -57,9 +58,9 @@ inline constexpr std::string_view fp32_only_ops[] = {
     "special_scaled_modified_bessel_k1"sv, "special_shifted_chebyshev_polynomial_t"sv,
     "special_shifted_chebyshev_polynomial_u"sv, "special_shifted_chebyshev_polynomial_v"sv,
     "special_shifted_chebyshev_polynomial_w"sv, "special_spherical_bessel_j0"sv, "special_zeta"sv};
-/// Of sparse matrices. A product of one by `mm` or `matmul` is left to LibTorch's kernels, which
-/// cast to 16 bits whatever the layout is: a kernel of torchamp's for these would slow dense
-/// products down.
+/// Ops on sparse matrices. Products of a sparse matrix by `mm` or `matmul` keep LibTorch's kernels,
+/// which cast to 16 bits for every layout: a kernel of torchamp for these ops would slow down dense
+/// products.
 inline constexpr std::string_view sparse_ops[] = {
     "_sparse_mm"sv, "_sparse_addmm"sv, "_sparse_sparse_matmul"sv, "_sparse_softmax"sv,
     "_sparse_log_softmax"sv, "sspaddmm"sv, "smm"sv, "hspmm"sv, "sparse_sampled_addmm"sv};
@@ -67,17 +68,17 @@ inline constexpr std::string_view sparse_ops[] = {
 inline constexpr std::string_view sampling_ops[] = {
     "binomial"sv, "_sample_dirichlet"sv, "_dirichlet_grad"sv, "_standard_gamma"sv,
     "_standard_gamma_grad"sv};
-/// Ops that LibTorch's list for CPUs runs in fp32, and their kin, which its list for CUDA lacks. A
-/// GPU refuses them in bf16 or in both 16-bit dtypes (its Fourier transforms take fp16 for powers of
-/// two only). Their row holds where LibTorch has no autocast kernel of its own for the op, so what
-/// that does on a CPU stays.
+/// Ops that LibTorch's list for CPUs runs in fp32, and similar ops; its list for CUDA lacks them. A
+/// GPU rejects them in bf16 or in both 16-bit dtypes (its Fourier transforms take fp16 only for
+/// powers of two). Their row applies if LibTorch has no autocast kernel for the op, so the
+/// behaviour on a CPU stays.
 inline constexpr std::string_view fp32_by_cpu_list_ops[] = {
     "fft_fft"sv, "fft_ifft"sv, "fft_fft2"sv, "fft_ifft2"sv, "fft_fftn"sv, "fft_ifftn"sv,
     "fft_rfft"sv, "fft_irfft"sv, "fft_rfft2"sv, "fft_irfft2"sv, "fft_rfftn"sv, "fft_irfftn"sv,
     "fft_hfft"sv, "fft_ihfft"sv, "fft_hfft2"sv, "fft_ihfft2"sv, "fft_hfftn"sv, "fft_ihfftn"sv,
     "stft"sv, "istft"sv, "quantile"sv, "nanquantile"sv, "ctc_loss"sv, "polar"sv, "complex"sv};
-/// LibTorch casts them to the widest dtype, but throws if an argument has the 16-bit dtype that is
-/// not the region's. So torchamp's kernels run them.
+/// LibTorch casts them to the widest dtype, but throws if an argument has the 16-bit dtype other
+/// than the region's. So torchamp's kernels run them.
 inline constexpr std::string_view cpu_promoted_ops[] = {"cat"sv, "stack"sv};
 inline constexpr std::string_view promoted_ops[] = {"index_copy"sv};
 inline constexpr std::string_view one_dtype_ops[] = {
@@ -114,15 +115,16 @@ inline constexpr std::string_view gather_ops[] = {
     "embedding"sv, "im2col"sv, "unfold_copy"sv, "avg_pool2d"sv, "_adaptive_avg_pool2d"sv,
     "adaptive_max_pool2d"sv, "max_pool2d_with_indices"sv};
 inline constexpr std::string_view gather_of_one_dtype_ops[] = {"embedding_bag"sv};
-/// Products that LibTorch has on no list. The other overload of _flash_attention_forward takes fp8.
+/// Products that are on no list of LibTorch. The other overload of _flash_attention_forward takes
+/// fp8.
 inline constexpr std::string_view unlisted_product_ops[] = {
     "_grouped_mm"sv, "_scaled_dot_product_attention_math"sv,
     "_scaled_dot_product_flash_attention_for_cpu"sv, "_scaled_dot_product_efficient_attention"sv,
     "_scaled_dot_product_cudnn_attention"sv, "_scaled_dot_product_fused_attention_overrideable"sv,
     "_efficient_attention_forward"sv, "_cudnn_attention_forward"sv, "_flash_attention_forward."sv};
-/// Ops with a `dtype` argument whose backward formulas compute in the dtype of the result. For the
-/// rule fp32 they are asked for fp32, which saves the cast of the input. The formulas of all other
-/// ops with such an argument (norms) compute in the dtype of the input, so that is cast.
+/// Ops with a `dtype` argument whose backward formulas compute in the dtype of the result. The rule
+/// fp32 sets their `dtype` to fp32, which saves the cast of the input. The formulas of all other
+/// ops with such an argument (norms) compute in the dtype of the input, so their input is cast.
 inline constexpr std::string_view asked_for_dtype_ops[] = {
     "sum"sv, "nansum"sv, "mean"sv, "nanmean"sv, "prod"sv, "cumsum"sv, "cumprod"sv, "softmax"sv,
     "log_softmax"sv, "special_softmax"sv, "special_log_softmax"sv};
@@ -131,22 +133,22 @@ inline constexpr std::string_view asked_for_dtype_ops[] = {
 // Note [Sums in 16 bits]
 // Ops that add up elements by an index, a window or a segment round each partial sum to the dtype
 // of the result: 5,000 ones sum to 256 in bf16 and to 2,048 in fp16.
-//  - Those that sum in the forward pass (index_sum_ops) run in fp32 on all devices: a CPU adds in
-//    16 bits, and so do a GPU's atomic additions and its index_put with accumulate. addbmm adds the
+//  - Ops that sum in the forward pass (index_sum_ops) run in fp32 on all devices: a CPU adds in 16
+//    bits, and so do a GPU's atomic additions and its index_put with accumulate. addbmm adds the
 //    products of its batch one by one. A call that only writes (index_put without accumulate, the
 //    reduction amax) takes the widest dtype of its arguments.
-//  - Those that sum in the backward pass (gather_ops) keep the dtype of the result. On a CPU, if
+//  - Ops that sum in the backward pass (gather_ops) keep the dtype of the result. On a CPU, if
 //    autograd records a call, its 16-bit arguments are cast to fp32 and the result is cast back, so
 //    the backward pass sums in fp32. The values are the same: these ops select elements, or average
 //    them in fp32 already. A GPU has kernels that sum in fp32 for embeddings and pools, and its
 //    memory is too scarce for an fp32 copy of each indexed tensor.
-// Leaf ops are named: interpolation of the mode area calls _adaptive_avg_pool2d, repeat_interleave
-// calls index_select, the pools in one dimension call those in two. No rule reaches views (unfold,
-// as_strided) and in-place sums into a 16-bit tensor.
+// The lists contain leaf ops: interpolation of the mode area calls _adaptive_avg_pool2d,
+// repeat_interleave calls index_select, and pools in one dimension call pools in two. No rule
+// applies to views (unfold, as_strided) and in-place sums into a 16-bit tensor.
 
-/// The same as above; what it returns is a view of its argument, unless that is cast.
+/// Like the ops above. It returns a view of its argument, unless the argument is cast.
 inline constexpr std::string_view complex_view_ops[] = {"view_as_complex"};
-/// Of an fp16 argument, its backward pass throws if softmax runs in fp32 within it.
+/// With an fp16 argument, its backward pass throws if its softmax runs in fp32.
 inline constexpr std::string_view safe_softmax_ops[] = {"_safe_softmax"};
 inline constexpr std::string_view fill_ops[] = {"masked_fill.Scalar"};
 /// In training, without an fp16 kernel on a CPU.
@@ -154,22 +156,23 @@ inline constexpr std::string_view noisy_ops[] = {"rrelu"};
 /// See Note [Binary cross entropy].
 inline constexpr std::string_view probability_loss_ops[] = {"binary_cross_entropy"};
 // Note [Recurrent layers]
-// On CUDA, lstm, gru, rnn_tanh and rnn_relu end in _cudnn_rnn, whose autocast kernel casts to fp16
-// whatever the region's dtype is. So where CUDA's lists are followed, Policy::standard() casts the
-// layers' own arguments. The casts of the weights then do not lie in one piece of memory as cuDNN
-// wants them: each call puts them together, with a warning, which is dropped. On a CPU an LSTM ends
-// in oneDNN's; for CPUs that oneDNN has none for, see runs_lstm().
+// On CUDA, lstm, gru, rnn_tanh and rnn_relu call _cudnn_rnn, whose autocast kernel casts to fp16
+// even if the region's dtype is bf16. So on devices that follow CUDA's lists, Policy::standard()
+// casts the layers' own arguments. cuDNN requires the weights in one piece of memory, but the casts
+// of the weights are separate: each call joins them, with a warning, which torchamp drops. On a CPU
+// an LSTM calls oneDNN's LSTM; for CPUs without one, see runs_lstm().
 inline constexpr std::string_view recurrent_layer_ops[] = {"lstm", "gru", "rnn_tanh", "rnn_relu"};
 
 // Note [Compiled code]
-// A package that AOTInductor compiled calls LibTorch's kernels by C shims, and takes what they
-// return for tensors of the dtype that it was compiled for: in another one it reads past their end.
-// A shim calls the kernel of its op without the dispatcher, where no autocast kernel can be, but a
-// kernel may call further ops. Among those that shims lead to, only these have a rule that would
-// change a result in fp32 (tests/autocast/compiled_code_test.cpp looks). Eager code calls conv2d
-// and the like, which are cast themselves. That leaves traces, which call _convolution: so where
-// LibTorch has no autocast kernel of its own for these ops, their rules hold for calls by the JIT's
-// interpreter alone. A package that a script runs by an op of its own is not told from the script.
+// A package that AOTInductor compiled calls LibTorch's kernels by C shims. It assumes that their
+// results have the dtype for which it was compiled: with another dtype it reads past their end. A
+// shim calls the kernel of its op without the dispatcher, so no autocast kernel runs; but the
+// kernel may call further ops. Among the ops that shims reach, only these have a rule that would
+// change a result in fp32 (tests/autocast/compiled_code_test.cpp checks it). Eager code does not
+// need their rules, because it calls conv2d and similar ops, which are cast themselves. Traces do,
+// because they call _convolution. So if LibTorch has no autocast kernel for these ops, their rules
+// hold only for calls by the JIT's interpreter. If a script runs such a package by an op, its calls
+// cannot be distinguished from the script's.
 inline constexpr std::string_view compiled_code_ops[] = {"convolution", "_convolution"};
 
 inline constexpr OpFamily decomposition("decomposition", decomposition_ops);
@@ -193,25 +196,25 @@ inline constexpr OpFamily probability_loss("probability_loss", probability_loss_
 inline constexpr OpFamily recurrent_layer("recurrent_layer", recurrent_layer_ops);
 inline constexpr OpFamily weight_writing("weight_writing", weight_writing_ops);
 
-/// Where a rule of a table holds.
+/// The calls for which a rule of a table holds.
 enum class Where : std::uint8_t {
   always,
-  no_native_kernel,  ///< where LibTorch has no autocast kernel of its own for the op
-  call_is_refused,   ///< for calls that LibTorch refuses: see Note [What LibTorch refuses]
+  no_native_kernel,  ///< if LibTorch has no autocast kernel for the op
+  call_is_refused,   ///< for calls that LibTorch rejects: see Note [What LibTorch refuses]
   call_sums,         ///< for calls that sum; other calls follow the rule promote
   backward_sums,     ///< always, and the backward pass in fp32: see Note [Sums in 16 bits]
 };
 
-/// What a table says of an op.
+/// The rule of a table for an op.
 struct TableRule {
   Cast cast = Cast::native;
   Where where = Where::always;
 };
 
-/// A row of Policy::standard() that LibTorch's lists do not have. Of an op that two rows name, or a
-/// row and a list, the first row decides. A row for devices of CUDA's lists alone sets `on_cpu` to
-/// {}, for LibTorch's own behaviour. One for the others alone has the rule {Cast::unchanged}, since
-/// for_each_candidate() passes over ops whose `rule` is native.
+/// A row of Policy::standard() in addition to LibTorch's lists. If two rows, or a row and a list,
+/// name an op, the first row decides. A row only for devices that follow CUDA's lists sets `on_cpu`
+/// to {}, for LibTorch's own behaviour. A row only for the other devices has the rule
+/// {Cast::unchanged}, because for_each_candidate() skips ops whose `rule` is native.
 struct StandardRow {
   OpFamily family;
   TableRule rule;
@@ -243,7 +246,7 @@ inline constexpr StandardRow standard_rows[] = {
     {noisy, {Cast::unchanged}, /*on_cpu=*/{Cast::fp32, Where::call_is_refused}},
 };
 
-/// A rule on LibTorch's lists, of the op in an entry of theirs: "pow, Tensor_Scalar".
+/// A rule on LibTorch's lists, for the op of an entry: "pow, Tensor_Scalar".
 struct ListedRule {
   const char* entry;
   Cast cast;
@@ -279,8 +282,8 @@ inline constexpr ListedRule libtorch_cuda_lists[] = {
 };
 
 // clang-format off
-/// The ops that have an autocast kernel of their own on a CPU, by what it does. LibTorch's headers
-/// do not have these lists; tests/internals/lists_test.cpp calls every kernel and compares.
+/// The ops for which LibTorch has an autocast kernel on a CPU, by the kernel's effect. LibTorch's
+/// headers do not have these lists; tests/internals/lists_test.cpp calls every kernel and compares.
 inline constexpr std::string_view cpu_lower_precision_ops[] = {
     "_addmm_activation"sv, "_convolution"sv, "_native_multi_head_attention"sv, "addbmm"sv,
     "addmm"sv, "baddbmm"sv, "bmm"sv, "conv1d"sv, "conv2d"sv, "conv3d"sv, "conv_tbc"sv,
@@ -315,12 +318,12 @@ inline constexpr std::string_view cuda_lower_precision_ops[] = {
     "cudnn_convolution"sv, "cudnn_convolution_transpose"sv};
 // clang-format on
 
-/// What Policy::standard() says of an op.
+/// The rule of Policy::standard() for an op.
 struct StandardEntry {
   std::optional<std::string_view> overload;  // unset: all of the op's
   TableRule rule;
-  TableRule on_cpu;  // as in a StandardRow
-  bool may_alias;    // likewise
+  TableRule on_cpu;  // like StandardRow::on_cpu
+  bool may_alias;    // like StandardRow::may_alias
 };
 
 /// The entry of an op, from its row or else from LibTorch's lists; null if it has none.
@@ -347,7 +350,7 @@ inline bool kernel_lowers(const c10::OperatorName& op, at::DeviceType device) {
          listed_cast(op) == Cast::lower_precision;
 }
 
-/// What that kernel does; native if this is not known.
+/// The effect of LibTorch's autocast kernel; native if it is not known.
 inline Cast effect_of_native(const c10::OperatorName& op, at::DeviceType device) {
   if (kernel_lowers(op, device)) return Cast::lower_precision;
   if (facts_of(device).follows_cuda_lists) return listed_cast(op);

@@ -29,7 +29,7 @@ namespace torchamp::detail {
 inline const Edit* last_that_holds(const std::vector<Edit>& edits,
                                    const std::vector<std::size_t>& indices, at::ScalarType dtype,
                                    const OpCall& call) {
-  // A predicate may call ops, its own among them, and these are no part of the op.
+  // A predicate may call ops, even its own op; these calls are not part of the op.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const at::DisableRecordFunctionGuard not_recorded;
   for (std::size_t i = indices.size(); i-- > 0;) {
@@ -70,7 +70,7 @@ inline StandardTable make_standard_table() {
   }
   for (const ListedRule& listed : libtorch_cuda_lists) {
     const TableRule rule{listed.cast, Where::no_native_kernel};
-    // LibTorch's kernels throw for the 16-bit dtype that is not the region's.
+    // LibTorch's kernels throw for the 16-bit dtype other than the region's.
     const TableRule on_cuda = listed.cast == Cast::promote ? TableRule{Cast::promote} : rule;
     table[listed.op()].push_back({listed.overload(), on_cuda, rule, /*may_alias=*/false});
   }
@@ -94,12 +94,12 @@ TORCHAMP_BODY TabledOp::TabledOp(c10::OperatorHandle overload) : op(std::move(ov
   on_cpu = entry->on_cpu;
 }
 
-/// What LibTorch alone does with an op: native where it has an autocast kernel of its own.
+/// LibTorch's rule for an op: native if LibTorch has an autocast kernel for it.
 inline Cast libtorch_rule(const c10::OperatorHandle& op, at::DeviceType device) {
   return has_native_kernel(op, device) ? Cast::native : Cast::unchanged;
 }
 
-/// What a policy's table says of an op.
+/// The rule of a policy's table for an op.
 inline TableRule rule_of_table(BaseTable table, const TabledOp& of, at::DeviceType device) {
   const TableRule row = facts_of(device).follows_cuda_lists ? of.rule : of.on_cpu;
   const bool has_row = table == BaseTable::standard && row.cast != Cast::native;
@@ -108,8 +108,8 @@ inline TableRule rule_of_table(BaseTable table, const TabledOp& of, at::DeviceTy
   return {has_native_kernel(of.op, device) ? Cast::native : row.cast};
 }
 
-/// What a policy says of an op, without the edits that hold only sometimes. `edited`: what its
-/// edits made of the op, or null.
+/// A policy's rule for an op, without conditional edits. `edited`: the effect of the edits on the
+/// op, or null.
 inline TableRule unconditional_rule(const PolicyData& policy, const OverloadRules* edited,
                                     const TabledOp& of, at::DeviceType device) {
   if (edited == nullptr || !edited->has_cast) return rule_of_table(policy.base, of, device);
@@ -121,7 +121,7 @@ TORCHAMP_BODY Cast lookup_rule(const PolicyData& policy, const c10::OperatorHand
   return unconditional_rule(policy, policy.edited(op), TabledOp(op), device).cast;
 }
 
-/// Whether LibTorch would cast the op's arguments, or those of ops that it calls.
+/// Whether LibTorch would cast the arguments of the op, or of ops that it calls.
 inline bool may_be_cast_by_libtorch(const c10::OperatorHandle& op, at::DeviceType device) {
   return has_native_kernel(op, device) ||
          op.hasKernelForDispatchKey(c10::DispatchKey::CompositeImplicitAutograd);
@@ -136,19 +136,20 @@ inline bool lacks_cast_for_backward(const c10::FunctionSchema& schema) {
   return false;
 }
 
-/// Whether LibTorch's own kernel does what a rule says; known only of those on CUDA's lists.
+/// Whether LibTorch's own kernel already follows a rule; known only for ops on CUDA's lists.
 inline bool libtorch_does_so(Cast cast, const c10::OperatorHandle& op, at::DeviceType device) {
   if (cast == Cast::promote) return false;  // it throws for one of the two 16-bit dtypes
   return facts_of(device).follows_cuda_lists && has_native_kernel(op, device) &&
          listed_cast(op.operator_name()) == cast && !lacks_cast_for_backward(op.schema());
 }
 
-/// Whether an op needs an autocast kernel of torchamp's for a rule. `is_edits`: an edit says so.
+/// Whether an op needs an autocast kernel of torchamp for a rule. `is_edits`: the rule comes from
+/// an edit.
 inline bool needs_kernel(const TableRule& rule, bool is_edits, const c10::OperatorHandle& op,
                          at::DeviceType device) {
   if (rule.cast == Cast::native) return false;
   if (rule.where == Where::backward_sums) return true;
-  // A table says so only of what LibTorch does not cast.
+  // A table has this rule only for ops that LibTorch does not cast.
   if (rule.cast == Cast::unchanged) return is_edits && may_be_cast_by_libtorch(op, device);
   return !libtorch_does_so(rule.cast, op, device);
 }
@@ -196,21 +197,21 @@ TORCHAMP_BODY void for_each_candidate(const PolicyData& policy,
 
 // ---- Edits --------------------------------------------------------------------------------------
 
-/// Why an overload cannot follow a rule; empty if it can. `op_rule`: of the rule fp8, or null.
+/// Why an overload cannot follow a rule; empty if it can. `op_rule`: for the rule fp8, or null.
 inline std::string why_not_op(const CastRow& row, const OpRule* op_rule,
                               const c10::OperatorHandle& op) {
   if (op_rule != nullptr) return op_rule->why_not_op(full_name(op.operator_name()));
   if (!row.casts) return {};
   const c10::FunctionSchema& schema = op.schema();
-  // `promote` reaches ops that write to a tensor in place, too.
+  // `promote` also applies to ops that write to a tensor in place.
   const bool may_write = row.cast == Cast::promote && schema.is_mutable() &&
                          schema.name().ends_with('_') &&
                          schema.arguments().front().type()->kind() == c10::TypeKind::TensorType;
   return may_write ? std::string() : std::string(why_not_castable(schema));
 }
 
-/// The overloads of `name` that can follow the rule. Error, of `call`: there are none. Of a family,
-/// ops that LibTorch does not have are left out, and ops that cannot be cast.
+/// The overloads of `name` that can follow the rule. Error, which names `call`: there are none. In
+/// a family, ops that LibTorch does not have, and ops that cannot be cast, are left out.
 inline std::vector<std::string> reached_by(const std::string& name, bool is_family,
                                            const CastRow& row, const OpRule* op_rule,
                                            const std::string& call) {

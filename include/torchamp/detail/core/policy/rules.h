@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a policy holds, and the rule that it has for an op.
+// The contents of a policy, and its rule for an op.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -37,40 +37,40 @@ class PolicyData;
 
 // ---- Rules that an extra carries out ------------------------------------------------------------
 
-/// What becomes of the calls in a region whose policy has an OpRule. For several threads.
+/// Records the calls in a region whose policy has an OpRule. For several threads.
 class OpRuleUsage {
  public:
   virtual ~OpRuleUsage() = default;
-  /// An op is called that has a kernel of torchamp's, and that the rule does not reach.
+  /// Records a call of an op that has a kernel of torchamp and that the rule does not cover.
   virtual void passed_by(const c10::OperatorName& op) = 0;
-  /// At the region's end.
+  /// Called at the region's end.
   virtual void warn_if_unused() const = 0;
 };
 
-/// How torchamp/labs/fp8.h carries out the rule fp8 of a policy, options included. Immutable.
+/// The implementation of a policy's fp8 rule by torchamp/labs/fp8.h, with its options. Immutable.
 class OpRule {
  public:
   virtual ~OpRule() = default;
 
-  /// Before a 16-bit region of a device whose policy has the rule. Error, of `call`: the region
-  /// cannot follow a rule that it has to.
+  /// Called before a 16-bit region of a device whose policy has the rule. Error, which names
+  /// `call`: a strict rule that the region cannot follow.
   virtual void prepare(const char* call, const PolicyData& policy, at::DeviceType device,
                        at::ScalarType dtype) const = 0;
-  /// Runs a call: takes the arguments off the stack and leaves the result. False if it cannot: the
-  /// stack is as it was. Autocast is off. `usage` may be null.
+  /// Runs a call: replaces the arguments on the stack by the result. If it cannot, it returns false
+  /// and the stack is unchanged. Autocast is off. `usage` may be null.
   virtual bool run(const c10::OperatorHandle& op, at::DeviceType device, torch::jit::Stack& stack,
                    OpRuleUsage* usage) const = 0;
   /// Why an overload cannot follow the rule; empty if it can.
   virtual std::string why_not_op(std::string_view full_name) const = 0;
-  /// As in a policy's text: "fp8(recipe=rowwise strict)". Rules with one text are the same.
+  /// The rule in a policy's text: "fp8(recipe=rowwise strict)". Rules with equal texts are equal.
   virtual std::string text() const = 0;
-  /// For a new region; `outer`: of the region around it, or null.
+  /// For a new region; `outer`: the usage of the outer region, or null.
   virtual std::shared_ptr<OpRuleUsage> make_usage(
       const std::shared_ptr<OpRuleUsage>& outer) const = 0;
 };
 
-/// The rule of Cast::fp8 with options as in a policy's text ("recipe=rowwise strict"), which
-/// torchamp/labs/fp8.h registers; or null.
+/// Makes the rule of Cast::fp8 with options as in a policy's text ("recipe=rowwise strict").
+/// torchamp/labs/fp8.h registers it; otherwise null.
 using MakeOpRule = std::shared_ptr<const OpRule> (*)(std::string_view options);
 inline MakeOpRule fp8_rule_maker = nullptr;
 
@@ -84,26 +84,27 @@ struct Edit {
   std::vector<std::string> names;
   std::string family;  // instead of `names`, if not empty
   When when;
-  std::shared_ptr<const OpRule> op_rule = nullptr;  // of the rule fp8, and not null then
+  std::shared_ptr<const OpRule> op_rule = nullptr;  // not null for the rule fp8
 };
 
-/// What edits made of one overload.
+/// The effect of the edits on one overload.
 struct OverloadRules {
-  bool has_cast = false;  // whether an edit has set `cast`, which always holds
+  bool has_cast = false;  // whether an unconditional edit has set `cast`
   Cast cast = Cast::native;
-  std::vector<std::size_t> conditional = {};  // edits that hold sometimes, the later on top
-  std::size_t edit = 0;                       // that set `cast`
+  std::vector<std::size_t> conditional = {};  // conditional edits; later ones come last
+  std::size_t edit = 0;                       // the edit that set `cast`
 };
 
 /// By full_name().
 using RuleMap = std::map<std::string, OverloadRules, std::less<>>;
 
-// Note [A choice is told once]
-// A predicate is called once for each call of its op, and only the op's autocast kernel knows what
-// it said. For whoever records (a CastRecorder, LibTorch's profiler) the kernel opens and closes an
-// empty user scope of this name and the rule's within the op.
+// Note [Reports of a choice]
+// A predicate is called once for each call of its op, and only the op's autocast kernel has its
+// result. To report it to recorders (a CastRecorder, LibTorch's profiler), the kernel opens and
+// closes an empty user scope in the op. The scope's name is this text and the name of the rule.
 inline constexpr std::string_view choice_scope = "torchamp rule: ";
-/// Under the rule fp8; then why a call did not run in fp8, nothing if it did.
+/// The same for the rule fp8. The reason why a call did not run in fp8 follows; nothing follows if
+/// it did.
 inline constexpr std::string_view fp8_scope = "torchamp fp8: ";
 
 inline void announce(std::string_view kind, std::string_view what) {
@@ -114,26 +115,26 @@ inline void announce(std::string_view kind, std::string_view what) {
 }
 
 // Note [From a table to a call]
-// A rule is a Cast, and where it holds: a TableRule in a row of a table. Compiled for a device,
-// with the edits of the policy, it is the KernelRule of an op's autocast kernel. What it leaves
-// open is decided at each call, which gives the CallRule. Policy::lookup and Policy::effect tell of
-// it without a call. Cast::native is the rule that LibTorch's own autocast kernel decides; so it
-// also stands for "no row" in a table, and for "nothing to do" in a kernel of torchamp's. An OpRule
-// is no such rule: it carries out the rule fp8.
+// A rule is a Cast and the calls for which it holds: a TableRule in a row of a table. Compiled for
+// a device, with the edits of the policy, it becomes the KernelRule of an op's autocast kernel. If
+// the KernelRule depends on the call, each call decides it: the result is the CallRule.
+// Policy::lookup and Policy::effect return the rule without a call. Cast::native means that
+// LibTorch's own autocast kernel decides. So it also means "no row" in a table, and "nothing to do"
+// in a kernel of torchamp. An OpRule is not a rule in this sense: it implements the rule fp8.
 
-/// What an autocast kernel does to one call.
+/// The rule of an autocast kernel for one call.
 struct CallRule {
   Cast cast = Cast::native;
   Where where = Where::always;      // if call_is_refused, only for such calls
-  const OpRule* op_rule = nullptr;  // of Cast::fp8, and not null then
+  const OpRule* op_rule = nullptr;  // not null for Cast::fp8
   bool decided_by_call = false;     // of a KernelRule that depends on the call
 };
 
 /// A policy's rules for one autocast kernel.
 struct KernelRule : CallRule {
-  /// Indices of PolicyData::edits that hold only sometimes, tried first. Lives as long as
-  /// PolicyData::rules. Null if the rule is the same for all calls; empty if it is not, but for
-  /// another reason than an edit.
+  /// Indices of conditional edits in PolicyData::edits, which are tried first. Lives as long as
+  /// PolicyData::rules. Null: the rule is the same for all calls. Empty: the rule depends on the
+  /// call, but not on an edit.
   const std::vector<std::size_t>* conditional = nullptr;
   bool in_scripts_only = false;  // see Note [Compiled code]; the rule depends on the call then
 
@@ -141,7 +142,7 @@ struct KernelRule : CallRule {
   bool leaves_all_to_libtorch() const { return cast == Cast::native && !depends_on_call(); }
 };
 
-/// By a kernel's index; later kernels are none that the policy asked for.
+/// By a kernel's index. Kernels that were registered later do not belong to the policy.
 using KernelRules = std::vector<KernelRule>;
 
 /// The contents of a Policy: a base table and edits. Immutable once shared.
@@ -152,14 +153,14 @@ class PolicyData {
   PolicyData(const PolicyData& other) : base(other.base), edits(other.edits), rules(other.rules) {}
   PolicyData& operator=(const PolicyData&) = delete;
 
-  /// What the edits made of one overload; null if they do not reach it.
+  /// The effect of the edits on one overload; null if they do not reach it.
   const OverloadRules* edited(const c10::OperatorHandle& op) const {
     if (rules.empty()) return nullptr;
     const auto found = rules.find(full_name(op.operator_name()));
     return found == rules.end() ? nullptr : &found->second;
   }
 
-  /// An edit's OpRule, which later ones may have replaced; null if there is none.
+  /// An edit's OpRule, which later edits may have replaced; null if there is none.
   const OpRule* op_rule() const {
     for (const Edit& edit : edits) {
       if (edit.op_rule != nullptr) return edit.op_rule.get();
@@ -185,13 +186,13 @@ class PolicyData {
 
   BaseTable base;
   std::vector<Edit> edits;
-  RuleMap rules;  // what the edits made of each overload that they reached
+  RuleMap rules;  // the effect of the edits on each overload
 
  private:
   /// Registers the autocast kernels that the policy needs on a device. Defined in
   /// autocast/autocast_kernel.h.
   void compile(std::size_t device_index) const;
-  /// Decides what a rule leaves open, for one call, and tells recordings.
+  /// Decides a rule that depends on the call, for one call, and reports the choice to recorders.
   CallRule decide(const KernelRule& rule, at::DeviceType device, const OpCall& call) const;
 
   struct Compiled {
@@ -244,19 +245,19 @@ struct TabledOp {
   explicit TabledOp(c10::OperatorHandle overload);
 };
 
-/// What the autocast kernel of an op has to do under `policy`. Without edits that hold sometimes,
-/// Cast::native says that LibTorch alone does all.
+/// The rule of an op's autocast kernel under `policy`. Without conditional edits, Cast::native
+/// means that LibTorch's kernel does everything.
 KernelRule kernel_rule(const PolicyData& policy, const TabledOp& op, at::DeviceType device);
 
-/// Calls `function` with the ops that a policy speaks of, LibTorch's kernels aside; with some more
-/// than once.
+/// Calls `function` with the ops in a policy's tables and edits (not with ops that only LibTorch's
+/// kernels cast); with some ops more than once.
 void for_each_candidate(const PolicyData& policy,
                         c10::function_ref<void(const TabledOp&)> function);
 
 /// The rule of Cast::fp8 with these options. Error: fp8_rule_maker is null.
 std::shared_ptr<const OpRule> make_fp8_rule(std::string_view options);
-/// Adds an edit: see Policy::set. Where it throws, `policy` is as it was. `op_rule`: of the rule
-/// fp8, whose own by default.
+/// Adds an edit: see Policy::set. If it throws, `policy` is unchanged. `op_rule`: for the rule fp8;
+/// null: the rule with default options.
 void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
               std::shared_ptr<const OpRule> op_rule = nullptr);
 

@@ -35,11 +35,11 @@ TORCHAMP_BODY std::vector<c10::OperatorHandle> all_ops() {
   return ops;
 }
 
-/// The ops that are registered at the moment, by their names: LibTorch tells it of every op that
-/// comes or goes.
+/// The ops that are now registered, by their names. LibTorch reports each op that is added or
+/// removed.
 class OpCatalog final : public c10::OpRegistrationListener {
  public:
-  /// Never destroyed: ops go until the process ends.
+  /// Never destroyed: ops are removed until the process ends.
   static OpCatalog& instance() {
     static OpCatalog& catalog = make();
     return catalog;
@@ -58,7 +58,7 @@ class OpCatalog final : public c10::OpRegistrationListener {
   }
 
   /// The known name nearest to `base` in its namespace; empty if nothing is known there. Of several
-  /// as near, the one in most families, and of these the first by name.
+  /// equally near names the op in most families, then the first by name.
   std::string nearest(std::string_view base) {
     const std::scoped_lock lock(mutex_);
     const std::string_view space = base.substr(0, base.find("::") + 2);
@@ -75,7 +75,7 @@ class OpCatalog final : public c10::OpRegistrationListener {
     return std::string(best.second);
   }
 
-  // LibTorch calls these one at a time, and the first of them for all ops within make().
+  // LibTorch calls these one at a time. It calls the first of them for all ops inside make().
   void onOperatorRegistered(const c10::OperatorHandle& op) override {
     const std::scoped_lock lock(mutex_);
     ops_.emplace(op.operator_name().name, op);
@@ -93,7 +93,7 @@ class OpCatalog final : public c10::OpRegistrationListener {
     auto& catalog = *new OpCatalog;
     std::unique_ptr<c10::OpRegistrationListener> listener(&catalog);
     catalog.ops_.reserve(8192);  // LibTorch has half as many
-    // Its end would take the listener away.
+    // Never destroyed: its destructor would remove the listener.
     new c10::RegistrationHandleRAII(
         c10::Dispatcher::singleton().addRegistrationListener(std::move(listener)));
     return catalog;

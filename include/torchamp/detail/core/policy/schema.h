@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// LibTorch's ops by name, and what their schemas say of their arguments.
+// LibTorch's ops by name, and properties of their arguments from their schemas.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -101,13 +101,14 @@ void for_each_tensor_of(const c10::IValue& value, const Function& function) {
 }
 
 // Note [Ops that write to what they do not declare]
-// A schema marks what its op writes to (`Tensor(a!)`), but not every op keeps to that. Known, and
-// looked for in every schema of the running LibTorch by tests/internals/undeclared_writes_test.cpp:
+// A schema marks the arguments that its op writes (`Tensor(a!)`), but some ops also write other
+// arguments. tests/internals/undeclared_writes_test.cpp searches every schema of the running
+// LibTorch. Known ops:
 //  - Batch and instance norms update their running statistics: see CastArguments.
 //  - Ops whose name ends in an underscore (c10d's collectives), ops that return nothing, and those
 //    with `dst` (of a copy) or `qaccum` (oneDNN's fused convolutions). None of these can be cast.
 
-/// Whether an op updates the argument without saying so.
+/// Whether an op updates the argument although its schema does not declare it.
 inline bool is_running_statistic(const c10::Argument& argument) {
   return argument.name().starts_with("running_") || argument.name().starts_with("moving_");
 }
@@ -123,7 +124,7 @@ inline bool has_autocast_kernel(const c10::OperatorHandle& op, at::DeviceType de
   return op.hasKernelForDispatchKey(key) && !op.isKernelFallthroughKernel(key);
 }
 
-/// Whether LibTorch has one, whatever torchamp has registered over it.
+/// Whether LibTorch has one, even if torchamp's kernel has replaced it.
 inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
   if (!has_autocast_kernel(op, device)) return false;
   SharedRuntime& runtime = shared_runtime();

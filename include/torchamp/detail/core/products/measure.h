@@ -21,6 +21,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <thread>
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
@@ -30,12 +31,17 @@
 
 namespace torchamp::detail {
 
-/// Ops for a measurement: without the state of the thread, and unknown to profilers. On one thread:
+/// Ops for a measurement: without the state of the thread, unknown to profilers, and on one thread:
 /// while other programs use the cores, several wait for each other, in fp32 as long as in 16 bits.
 /// (If LibTorch is built without OpenMP, the first number of threads is final, so it stays.)
 class PlainOps {
  public:
-  PlainOps() { set_threads(1); }
+  PlainOps() {
+    // The number holds for the calling thread, and for threads that begin to compute later. The
+    // second call, of another thread, takes it back for the latter alone.
+    set_threads(1);
+    std::thread([this] { set_threads(threads_); }).join();
+  }
   PlainOps(const PlainOps&) = delete;
   PlainOps& operator=(const PlainOps&) = delete;
   ~PlainOps() { set_threads(threads_); }
@@ -125,7 +131,7 @@ inline bool convolves_slowly(at::ScalarType dtype) {
 
 /// Whether LibTorch's LSTM of one cell runs in `dtype`, forward and backward. An LSTM ends in
 /// oneDNN's, which throws where oneDNN has none for the CPU's instructions (on x86, bf16 takes
-/// avx512, and fp16 avx512_fp16 or AMX); ONEDNN_MAX_CPU_ISA and other settings decide, too.
+/// avx512, and fp16 avx512_fp16 or AMX). ONEDNN_MAX_CPU_ISA and other settings also decide.
 inline bool runs_lstm(at::ScalarType dtype) try {
   const at::Tensor input = at::zeros({1, 1, 1}, dtype), weight = at::zeros({4, 1}, dtype),
                    bias = at::zeros({4}, dtype), state = at::zeros({1, 1, 1}, dtype);

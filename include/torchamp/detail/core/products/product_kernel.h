@@ -40,9 +40,11 @@ namespace torchamp::detail {
 // fp32, once per process. The kernels look up the decision at each call. Operands in other dtypes
 // go to LibTorch's kernel as they are.
 //
-// LibTorch does not lock its dispatch table against calls, but a KernelFunction is written in an
-// order (first the boxed kernel, then the pointer to the unboxed one, which becomes null) in which
-// a call on another thread finds either the previous kernel or the new one.
+// LibTorch does not lock its dispatch table against calls, and a KernelFunction is several words. A
+// call from C++ reads the unboxed kernel, then the functor, which LibTorch's own kernels ignore. So
+// on x86-64, where other threads see stores in their order, a call during the registration runs the
+// previous kernel or the new one. This is not certain for boxed calls (scripts) and for other CPUs:
+// the guide says to make the first guard before other threads compute.
 
 /// An operand in fp32, with the order of its dimensions in memory. Of elements that are repeated,
 /// as after expand(), one is converted.
@@ -132,7 +134,7 @@ class ProductKernel final : public c10::OperatorKernel {
     return left.size(0) == 1 || right.size(1) == 1;
   }
 
-  /// Replaces the operands by others in fp32. Returns those that are to be written.
+  /// Replaces the operands by others in fp32. Returns the operands that the op writes to.
   std::vector<at::Tensor> convert(torch::jit::Stack& stack) const {
     const at::DisableRecordFunctionGuard part_of_this_op;
     std::vector<at::Tensor> written;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Kernels of LibTorch's, to be called where torchamp's have replaced them.
+// LibTorch's kernels, for calls after torchamp's kernels have replaced them.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -9,9 +9,9 @@
 #include "torchamp/detail/core/base/devices.h"
 
 #if TORCHAMP_LIBTORCH < 209
-/// Gives an op's kernel, which LibTorch has no public function for before 2.9. An OperatorHandle
-/// befriends all classes of this template, so this one, which LibTorch itself never names, may read
-/// its private operatorDef_. To go with the support of 2.8.
+/// Returns an op's kernel; before 2.9 LibTorch has no public function for this. An OperatorHandle
+/// is a friend of all classes of this template. So this specialisation, which LibTorch itself never
+/// uses, may read the private operatorDef_. Remove it together with the support of 2.8.
 template <>
 class c10::TypedOperatorHandle<struct TorchampKernelLookup> {
  public:
@@ -23,7 +23,7 @@ class c10::TypedOperatorHandle<struct TorchampKernelLookup> {
 
 namespace torchamp::detail {
 
-/// An op's kernel, to be called by callBoxed().
+/// An op's kernel, for callBoxed().
 #if TORCHAMP_LIBTORCH >= 209
 using NativeKernel = c10::SafeKernelFunction;
 inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey key) {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a process has once.
+// State that exists once per process.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -47,13 +47,13 @@ inline constexpr std::array autocast_devices{at::kCPU, at::kCUDA, at::kXPU,     
 #endif
 inline constexpr std::size_t device_count = autocast_devices.size();
 
-/// Whether there is such a device, as far as LibTorch knows without touching it.
+/// Whether there is such a device. This does not initialise the device.
 inline bool device_is_present(at::DeviceType type) {
   const DeviceFacts facts = facts_of(type);
   return facts.is_built_in ? facts.is_built_in() : c10::impl::hasDeviceGuardImpl(type);
 }
 
-/// "cuda", or a number where LibTorch has no such type.
+/// "cuda", or a number if LibTorch has no such type.
 inline std::string name_of(at::DeviceType device) {
   return c10::isValidDeviceType(device) ? c10::DeviceTypeName(device, /*lower_case=*/true)
                                         : std::to_string(static_cast<int>(device));
@@ -79,7 +79,7 @@ struct DeviceAutocastState {
   at::ScalarType dtype;
   bool enabled;
 
-  /// The calling thread's.
+  /// The calling thread's state.
   static DeviceAutocastState of(at::DeviceType device) {
     return {device, at::autocast::get_autocast_dtype(device),
             at::autocast::is_autocast_enabled(device)};
@@ -99,32 +99,32 @@ struct DeviceAutocastState {
 // Note [Weights that are kept]
 // LibTorch caches casts of weights for a region. Other caches are extras: casts (weight_cache.h)
 // and other forms of weights are in a store of the process (detail/extras/weights/derived.h). The
-// core reports events to it as KeptWeights, and writes of its own: see
-// Note [Weights that are written]. Who casts weights for a region is a WeightCasts. All are null
-// without these extras.
+// core reports events to the store through KeptWeights, and the core's own writes as in
+// Note [Weights that are written]. A WeightCasts casts weights for a region. Without these extras
+// all are null.
 
-/// How long something that was made of a weight is kept.
+/// How long a cast or another form of a weight is kept.
 struct WeightKeep {
   enum class Until : std::uint8_t {
     made,          ///< not at all
     region_ends,   ///< the outermost guard's end
-    weights_step,  ///< the next step of any optimizer that the library sees
-    told,          ///< until the program drops it, or the weight is gone
+    weights_step,  ///< the next step of any optimizer that the library observes
+    dropped,       ///< until the program drops it, or the weight is destroyed
   };
   Until until = Until::made;
-  std::uint64_t region = 0;  ///< that of the outermost guard; 0 if it began before the store
+  std::uint64_t region = 0;  ///< of the outermost guard; 0 if that began before the store
 };
 
-/// What is kept of weights, as far as it is told what happens. Any thread.
+/// The store of casts and other forms of weights. The core reports events to it. Any thread.
 class KeptWeights {
  public:
   /// The outermost guard begins; returns the region's number, which is not 0.
   virtual std::uint64_t begin_region() = 0;
 
-  /// Drops what any thread has kept for the region, and what was kept of weights that are gone.
+  /// Drops entries of the region, from all threads, and entries of destroyed weights.
   virtual void end_region(std::uint64_t region) = 0;
 
-  /// These weights, and all that shares their memory, may have changed without a counted write.
+  /// These weights, and all tensors in their memory, may have changed without a counted write.
   virtual void changed(at::TensorList weights) = 0;
 
   /// Any weight may have other values now.
@@ -137,17 +137,18 @@ class KeptWeights {
   ~KeptWeights() = default;
 };
 
-/// Who casts weights for a region instead of LibTorch. Immutable.
+/// Casts weights for a region instead of LibTorch. Immutable.
 class WeightCasts {
  public:
-  /// Before a region of a device: has torchamp's kernels see all ops that cast to 16 bits.
+  /// Called before a region of a device: ensures that all ops that cast to 16 bits run through
+  /// torchamp's kernels.
   virtual void prepare(at::DeviceType device) const = 0;
 
   /// Whether LibTorch's cache is in use as well.
   virtual bool uses_libtorch_cache() const = 0;
 
-  /// Casts, of the arguments at `positions`, those that are weights; they lie at the stack's end,
-  /// and are replaced there: the stack keeps its size, and its memory.
+  /// Casts the weights among the arguments at `positions`. The arguments are at the stack's end and
+  /// are replaced there; the stack keeps its size and its memory.
   virtual void cast(const c10::FunctionSchema& schema, const std::vector<std::size_t>& positions,
                     at::ScalarType dtype, at::DeviceType device,
                     torch::jit::Stack& stack) const = 0;
@@ -156,13 +157,13 @@ class WeightCasts {
   ~WeightCasts() = default;
 };
 
-/// Who casts weights for torchamp/weight_cache.h, which registers it; null if no source file
-/// includes that header.
+/// Casts weights for torchamp/weight_cache.h, which registers it; null if no source file includes
+/// that header.
 inline const WeightCasts* registered_weight_casts = nullptr;
 
 // ---- Products on CPUs ---------------------------------------------------------------------------
 
-/// Whose kernels compute products of a 16-bit dtype on CPUs: see Note [Products on CPUs].
+/// The kernels for products of a 16-bit dtype on CPUs: see Note [Products on CPUs].
 enum class ProductKernels : std::uint8_t { undecided, libtorch, fp32 };
 
 /// The kinds of products, for each of which a CPU may be slow in 16 bits.
@@ -190,27 +191,27 @@ struct CpuProductsState {
 // ---- The runtime --------------------------------------------------------------------------------
 
 // Note [One runtime per process]
-// A header-only library compiled with hidden visibility into a host and its plugins has a copy of
-// each inline variable in each of them. What must exist once (torchamp's autocast kernels, and the
-// name of the thread's policy slot) therefore hangs on the registry that all of them share by name,
-// LibTorch's dispatcher: the first to come makes a SharedRuntime and defines an op whose schema
-// carries its address. It is never freed: kernels and threads' states point into it until the
-// process ends.
+// If a header-only library is compiled with hidden visibility into a host and its plugins, each of
+// them has a copy of each inline variable. But torchamp's autocast kernels, and the name of the
+// thread's policy slot, must exist once. So torchamp uses LibTorch's dispatcher, which all of them
+// share by name: the first library creates a SharedRuntime and defines an op whose schema carries
+// its address. The SharedRuntime is never freed: kernels and threads' states point into it until
+// the process ends.
 //
-// The kernels and virtual tables that LibTorch is handed lie in the shared library that made them.
-// So every library that uses the runtime pins itself: dlclose() then leaves it mapped.
+// LibTorch gets pointers to kernels and virtual tables in the shared library that registers them.
+// So every library that uses the runtime pins itself: it stays mapped after dlclose().
 //
-// The schema also says which version of torchamp made the runtime, and its TORCHAMP_LAYOUT. Another
-// version with that layout shares it; one with another layout must not touch it, and says so. The
-// name and the arguments of the op are for all versions to come.
+// The schema also has the version of torchamp that created the runtime, and its TORCHAMP_LAYOUT.
+// Another version with the same layout shares the runtime; a version with another layout must not
+// use it, and throws. The name and the arguments of the op must never change.
 
-/// An autocast kernel of torchamp's.
+/// An autocast kernel of torchamp.
 struct KnownKernel {
   std::size_t index;  // in the KernelRules of every policy
-  bool has_native;    // LibTorch had a kernel of its own
+  bool has_native;    // LibTorch had its own kernel
 };
 
-/// What all shared libraries of a process have in common.
+/// The state that all shared libraries of a process share.
 struct SharedRuntime {
   using Kernels = std::unordered_map<c10::OperatorName, KnownKernel>;
 
@@ -228,7 +229,7 @@ struct SharedRuntime {
 /// Its schema is "(int layout=…, str version=…, int address=…) -> ()".
 inline const char* const runtime_op = "torchamp::_runtime";
 
-/// The runtime that some library has made; null if none has. Error: one of another layout.
+/// The runtime that a library has created; null if there is none. Error: it has another layout.
 inline SharedRuntime* find_runtime() {
   const auto found = c10::Dispatcher::singleton().findSchema({runtime_op, ""});
   if (!found) return nullptr;
@@ -247,7 +248,7 @@ inline SharedRuntime* find_runtime() {
 
 /// Defines an op that all shared libraries find until the process ends.
 inline void define_for_all(const std::string& schema) {
-  // Never destroyed: its end would take the op away.
+  // Never destroyed: its destructor would remove the op.
   new c10::RegistrationHandleRAII(
       c10::Dispatcher::singleton().registerDef(torch::jit::parseSchema(schema), "torchamp"));
 }
@@ -263,21 +264,21 @@ inline SharedRuntime& make_shared_runtime() {
                    std::to_string(reinterpret_cast<std::uintptr_t>(runtime)) + ") -> ()");
   } catch (const c10::Error&) {
     delete runtime;
-    runtime = find_runtime();  // defined by another library between our look and our definition
+    runtime = find_runtime();  // another library has defined it since our check
     if (runtime == nullptr) throw;
   }
   return *runtime;
 }
 
-/// The process's runtime. Any thread; takes no lock after the first call. Error, at every call: one
-/// of another layout is in use.
+/// The process's runtime. Any thread; takes no lock after the first call. Error, at every call: a
+/// runtime of another layout is in use.
 inline SharedRuntime& shared_runtime() {
   static SharedRuntime& runtime = make_shared_runtime();
   return runtime;
 }
 
-/// What is kept of weights. Null where nothing has been, and where another version of torchamp owns
-/// the process: what cannot make a guard keeps nothing either.
+/// The store of casts of weights. Null if nothing was ever stored, and if another version of
+/// torchamp owns the process: then no guard of this version exists, so nothing is stored.
 inline KeptWeights* kept_weights() noexcept {
   try {
     return shared_runtime().kept_weights.load(std::memory_order_acquire);

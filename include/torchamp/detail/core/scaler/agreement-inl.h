@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What several processes have found together.
+// The overflow flag of several processes.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -20,20 +20,20 @@ namespace torchamp::detail {
 
 // Note [What processes agree on]
 //
-// Several processes take the same steps and keep the same scale if each goes by what all have
-// found. agree() is a collective: it returns once all processes have called it. So all of them must
-// call it equally often, and of their optimizers in the same order, which they do since they make
-// the same calls of the scaler. It is called by
+// Several processes take the same steps and have the same scale if each uses the flag of all.
+// agree() is a collective: it returns when all processes have called it. So all processes must call
+// it equally often, and for their optimizers in the same order. They do, because they make the same
+// calls of the scaler. It is called by
 //
-//   found_inf()   reached: a later step goes by it, unless options().recheck looks once more, in
-//                 all processes alike
-//   step()        binding: a step may throw in one process alone and be tried again there. That
-//                 step neither looks nor agrees again, because the others will not come to agree.
-//   update()      of what was unscaled and not stepped
+//   found_inf()   reached: a later step uses the flag, unless options().recheck checks once more,
+//                 in all processes alike
+//   step()        binding: a step may throw in one process only and be tried again there. That step
+//                 neither checks nor agrees again, because the others do not call agree().
+//   update()      for optimizers that were unscaled and not stepped
 //
-// Each agrees only where the optimizer's state says that nobody has (Agreement::none).
+// Each call agrees only if the optimizer's state is Agreement::none.
 
-/// Whether other processes have a say.
+/// Whether other processes must agree.
 inline bool has_others(const OptimizerState& state, const GradScalerOptions& options) {
   return options.agree_found_inf || state.shards;
 }
@@ -48,14 +48,15 @@ TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale) {
     options.agree_found_inf ? options.agree_found_inf(found_inf)
                             : state.shards->agree_largest(found_inf);
     TORCHAMP_CHECK(found_inf.defined() && found_inf.numel() == 1,
-                   "GradScaler: agree_found_inf has left no tensor of one element.");
+                   "GradScaler: found_inf is not a tensor of one element after agree_found_inf. "
+                   "Write to it in place, or assign a tensor of one element.");
     found_inf = found_inf.reshape({}).ne(0).to(scale.scale().options());
     state.found_inf = {std::move(found_inf), std::nullopt};
   }
   state.agreement = OptimizerState::Agreement::reached;
 }
 
-/// agree() on what a step goes by, however often it is tried.
+/// agree() for a step, only once even if the step is tried again.
 inline void agree_for_step(OptimizerState& state, LossScale& scale) {
   agree(state, scale);
   if (has_others(state, scale.options())) state.agreement = OptimizerState::Agreement::binding;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a scaler's options, and a state that it takes over, have to be.
+// Checks of a scaler's options and of a state that it loads.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ inline void check_scale(const char* call, double scale, const GradScalerOptions&
   const auto narrow = static_cast<float>(scale);
   TORCHAMP_CHECK_VALUE(narrow >= static_cast<float>(options.min_scale) &&
                            narrow <= static_cast<float>(options.max_scale),
-                       call, ": the scale is ", scale, ". It lies between min_scale (",
+                       call, ": the scale is ", scale, ". It must be between min_scale (",
                        options.min_scale, ") and max_scale (", options.max_scale, ").");
 }
 
@@ -27,17 +27,17 @@ inline void check_option(bool holds, const char* call, const char* what, Piece v
 
 inline void check_growth_factor(const char* call, double factor) {
   check_option(factor > 1. && std::isfinite(factor), call, "the growth factor", factor,
-               "It is finite and above 1; {.dynamic = false} keeps the scale.");
+               "It must be finite and above 1. For a constant scale, pass {.dynamic = false}.");
 }
 
 inline void check_backoff_factor(const char* call, double factor) {
   check_option(factor > 0. && factor < 1., call, "the backoff factor", factor,
-               "It lies between 0 and 1; {.dynamic = false} keeps the scale.");
+               "It must be between 0 and 1. For a constant scale, pass {.dynamic = false}.");
 }
 
 inline void check_growth_interval(const char* call, int64_t interval) {
   check_option(interval >= 1 && interval <= std::numeric_limits<int32_t>::max(), call,
-               "the growth interval", interval, "It lies between 1 and 2^31 - 1.");
+               "the growth interval", interval, "It must be between 1 and 2^31 - 1.");
 }
 
 inline void check_options(const GradScalerOptions& options) {
@@ -54,19 +54,19 @@ inline void check_options(const GradScalerOptions& options) {
   check_backoff_factor(call, options.backoff_factor);
   check_growth_interval(call, options.growth_interval);
   check_option(options.hysteresis >= 1, call, "the hysteresis", options.hysteresis,
-               "It is 1 (lower the scale at once) or more.");
+               "It must be 1 (lower the scale at once) or more.");
   check_option(options.growth_tracker_start <= 0 &&
                    options.growth_tracker_start >= std::numeric_limits<int32_t>::min(),
                call, "growth_tracker_start", options.growth_tracker_start,
-               "It is 0, or below 0 to delay growth after a bad iteration.");
+               "It must be 0, or below 0 to delay growth after a bad iteration.");
   check_option(options.check_order.first_iterations >= 0, call, "check_order.first_iterations",
-               options.check_order.first_iterations, "It is 0 (no check) or more.");
+               options.check_order.first_iterations, "It must be 0 (no check) or more.");
   check_option(options.max_skips_in_a_row >= 0, call, "max_skips_in_a_row",
-               options.max_skips_in_a_row, "It is 0 (no limit) or more.");
+               options.max_skips_in_a_row, "It must be 0 (no limit) or more.");
   const bool calls = options.at_min_scale == AtLimit::call ||
                      (options.at_max_skips == AtLimit::call && options.max_skips_in_a_row > 0);
   TORCHAMP_CHECK_VALUE(!calls || options.on_limit, call,
-                       ": AtLimit::call is chosen and on_limit is empty. Set on_limit.");
+                       ": a limit is set to AtLimit::call and on_limit is empty. Set on_limit.");
 }
 
 inline void check_state(const char* call, const GradScalerState& state,
@@ -79,7 +79,7 @@ inline void check_state(const char* call, const GradScalerState& state,
   check_growth_interval(call, state.growth_interval);
   check_option(state.growth_tracker >= std::numeric_limits<int32_t>::min() &&
                    state.growth_tracker <= std::numeric_limits<int32_t>::max(),
-               call, "the growth tracker", state.growth_tracker, "It is a count of 32 bits.");
+               call, "the growth tracker", state.growth_tracker, "It must be a count of 32 bits.");
 }
 
 }  // namespace torchamp::detail

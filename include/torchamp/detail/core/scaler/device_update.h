@@ -20,17 +20,16 @@
 namespace torchamp::detail {
 
 // Note [An update on a device]
-// torch.amp's rule has a kernel of ATen's, which is one launch. Any other rule is after_update(),
-// the formula that the host computes, on 0-dim tensors: some 45 small launches for a hysteresis,
-// and no wait.
+// For torch.amp's rule ATen has a kernel: one launch. For any other rule after_update(), the host's
+// formula, is computed on 0-dim tensors: some 45 small launches for a hysteresis, and no wait.
 
 /// The precision in which a device computes an update.
 inline at::ScalarType number_type_on(at::Device device) {
   return facts_of(device.type()).fp64 == Fp64::no ? at::kFloat : at::kDouble;
 }
 
-/// What updates remember on a device beside the scale and the skips in a row, and how they are made
-/// there. Without a read, unless said.
+/// An update on a device, and the numbers that it stores there besides the scale and the skips in a
+/// row. Does not synchronise, except read().
 class DeviceUpdate {
  public:
   virtual ~DeviceUpdate() = default;
@@ -38,8 +37,8 @@ class DeviceUpdate {
   /// Synchronises.
   virtual void read(ScaleMemory<double>& values) const = 0;
   virtual void limit_growth_tracker(int64_t last) = 0;
-  /// Changes `scale` in place, within its limits. `found_inf` is 0-dim fp32, 0 or 1; `skips`
-  /// what there were in a row before.
+  /// Changes `scale` in place, within its limits. `found_inf` is 0-dim fp32, 0 or 1; `skips`: the
+  /// skips in a row before.
   virtual void make(const GradScalerOptions& options, const at::Tensor& scale,
                     const at::Tensor& found_inf, const at::Tensor& skips) = 0;
 };
@@ -87,7 +86,7 @@ class FormulaUpdate final : public DeviceUpdate {
       : number_(scale.options().dtype(number_type_on(scale.device()))) {
     for (std::size_t i = 0; i < rows; ++i)
       number_of(memory_, i) = at::full({}, number_of(values, i), number_);
-    memory_.scale = memory_.skips = at::Tensor();  // they are the scaler's
+    memory_.scale = memory_.skips = at::Tensor();  // the scaler has them
   }
 
   void set(const ScaleMemory<double>& values) override {
@@ -109,7 +108,7 @@ class FormulaUpdate final : public DeviceUpdate {
     before.scale = scale.to(number_);
     before.skips = skips.to(number_);
     const ScaleMemory<at::Tensor> after = after_update(options, before, found_inf != 0.);
-    scale.copy_(after.scale);  // a number that stays is copied onto itself
+    scale.copy_(after.scale);  // an unchanged number is copied onto itself
     for (std::size_t i = 0; i < rows; ++i) {
       if (number_of(memory_, i).defined()) number_of(memory_, i).copy_(number_of(after, i));
     }

@@ -2,14 +2,12 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/util/Type.h>
 #include <torch/optim/optimizer.h>
 
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <list>
-#include <typeinfo>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -24,31 +22,31 @@
 namespace torchamp::detail {
 
 // Note [A gradient is divided once]
-// Optimizers that have a parameter in common have its gradient in common, and each would divide it
-// by the scale. So an iteration keeps a Snapshot of the gradients of each optimizer that was
-// unscaled or stepped. A gradient in it is
+// Optimizers that share a parameter share its gradient, and each would divide it by the scale. So
+// an iteration keeps a Snapshot of the gradients of each optimizer that was unscaled or stepped. A
+// gradient in it is
 //
 //   divided   as long as it is the same tensor. A write, such as a clip, leaves it divided.
-//   mixed     if the backward of a scaled loss has written to it, or replaced it, while it was as
-//             the optimizer had left it: one part is divided, the other is scaled
+//   mixed     if the backward of a scaled loss has written to it, or replaced it, and nothing else
+//             has changed it since the division: one part is divided, the other is scaled
 //   scaled    if that backward has written to it after another write, which may have cleared it;
-//             or if another tensor has taken its place
+//             or if another tensor has replaced it
 //
 // It is an error to divide a divided or a mixed gradient, and to step with a mixed one.
 
-/// The gradients that the optimizers of an iteration have divided, or left to their steps to
-/// divide. Not safe to use from several threads at once.
+/// The gradients that the optimizers of an iteration have divided, or that their steps divide. Not
+/// safe to use from several threads at once.
 class DividedGradients {
   enum class Part : std::uint8_t { divided, mixed, scaled };
 
   struct Owner {
     OptimizerIdentity optimizer{};
-    const std::type_info* type = nullptr;  // for errors
+    OptimizerName name{};
     Snapshot parameters{}, gradients{};
     std::vector<Part> parts{};  // of the gradients
     bool any_changed = false;   // by a backward
 
-    /// Gradients that a backward has changed belong to `other` from now on, which divides them.
+    /// Gives gradients that a backward has changed to `other`, which divides them.
     void release(const torch::optim::Optimizer& other) {
       if (!any_changed) return;
       any_gradient(other, [this](const at::Tensor& gradient) {
@@ -73,7 +71,7 @@ class DividedGradients {
  public:
   bool empty() const { return owners_.empty(); }
 
-  /// The gradients of `optimizer` are divided, as they are now.
+  /// Records the present gradients of `optimizer` as divided.
   void note(const torch::optim::Optimizer& optimizer) {
     for (Owner& other : owners_) other.release(optimizer);
     Owner& owner = owner_of(optimizer);
@@ -85,7 +83,7 @@ class DividedGradients {
   void forget(const torch::optim::Optimizer& optimizer) {
     std::erase_if(owners_, [&](const Owner& owner) { return owner.optimizer.is(optimizer); });
   }
-  /// Keeps the lists' memory for the next iteration.
+  /// Removes all records; keeps the lists' memory for the next iteration.
   void clear() {
     for (Owner& owner : owners_) {
       owner.optimizer = {};
@@ -96,8 +94,8 @@ class DividedGradients {
     spare_.splice(spare_.begin(), owners_);
   }
 
-  /// Whether a scaled backward has changed a gradient of `optimizer`, which still has it, after it
-  /// was divided for any optimizer.
+  /// Whether a scaled backward has changed a gradient that `optimizer` still has, after it was
+  /// divided for any optimizer.
   bool any_mixed(const torch::optim::Optimizer& optimizer) const {
     return std::any_of(owners_.begin(), owners_.end(), [&](const Owner& owner) {
       return owner.any_changed && any_gradient(optimizer, [&](const at::Tensor& gradient) {
@@ -124,7 +122,8 @@ class DividedGradients {
   }
 
   /// Throws if `optimizer`, whose gradients are about to be divided, has one that is divided for
-  /// another optimizer, or mixed. `writes_count`: what was written to since is no longer divided.
+  /// another optimizer, or mixed. `writes_count`: a gradient that was written since is no longer
+  /// divided.
   void check_divided_once(const torch::optim::Optimizer& optimizer, const char* call,
                           bool writes_count) const {
     const auto is_other = [&](const Owner& owner) { return !owner.optimizer.is(optimizer); };
@@ -169,7 +168,7 @@ class DividedGradients {
       if (owner == owners_.end() || gradients.size() != owner->gradients.size()) continue;
       gradients.any_change(now(*owner), [&](std::size_t i, Change change, const at::Tensor& now) {
         if (change == Change::same) return false;
-        // One that was the same when this backward began is the optimizer's.
+        // If the gradient was unchanged when this backward began, it is divided.
         const bool was_divided = owner->parts[i] != Part::scaled && gradients[i].was_defined() &&
                                  owner->gradients[i] == gradients[i];
         owner->parts[i] = was_divided ? Part::mixed : Part::scaled;
@@ -192,7 +191,7 @@ class DividedGradients {
     if (spare_.empty()) spare_.emplace_back();
     owners_.splice(owners_.end(), spare_, spare_.begin());
     owners_.back().optimizer = OptimizerIdentity(optimizer);
-    owners_.back().type = &typeid(optimizer);
+    owners_.back().name = OptimizerName(optimizer);
     return owners_.back();
   }
 
@@ -203,16 +202,16 @@ class DividedGradients {
                                       : "was unscaled in this iteration for another optimizer, ";
     const char* const remedy =
         is_mixed
-            ? ", and one that a later backward() of a scaled loss has added. Clear the gradients "
-              "that both share between the step of one and the backward() for the other, by "
-              "zero_grad() or grad().zero_(). (grad().data().zero_() clears them, too, but "
-              "LibTorch does not count it.)"
+            ? ", and a part that a later backward() of a scaled loss has added. Clear the shared "
+              "gradients after the step of one optimizer and before the backward() for the other, "
+              "by zero_grad() or grad().zero_(). (Do not use grad().data().zero_(): LibTorch does "
+              "not count it.)"
             : ", and would be divided by the scale twice. Give unscale_, clips and step the same "
               "optimizer; where two optimizers share parameters, clear the gradients and run "
               "backward() again between them, or give the shared parameters to one of the two.";
     TORCHAMP_CHECK(false, call, ": the gradient of parameter ", place, ' ', gradient.sizes(),
-                   " of this optimizer, ", c10::demangle(typeid(optimizer).name()), ", ", what,
-                   c10::demangle(owner.type->name()), remedy);
+                   " of this optimizer, ", OptimizerName(optimizer).text(), ", ", what,
+                   owner.name.text(), remedy);
   }
 
   std::list<Owner> owners_;  // in order of appearance

@@ -40,7 +40,7 @@ inline Findings findings_of(StepLedger& ledger, LossScale& scale) {
     OptimizerState& state = entry.state;
     if (state.stage == OptimizerState::Stage::ready) continue;
     agree(state, scale);
-    // Processes that have agreed make the same update, also one that has no gradients itself.
+    // Processes that have agreed make the same update, even a process without gradients.
     if (!state.had_gradients && !has_others(state, scale.options())) continue;
     const std::optional<bool> flag = state.found_inf.without_reading();
     found.known &= flag.has_value();
@@ -55,7 +55,7 @@ TORCHAMP_BODY void restore_scaler(GradScaler& scaler, const char* call,
   check_state(call, state, scaler.options());
   const InternalOps guard;
   ScalerParts::ledger(scaler).keep_results();
-  ScalerParts::scale(scaler).restore(state, std::move(rest));
+  ScalerParts::scale(scaler).restore(state, rest);
 }
 
 }  // namespace detail
@@ -109,9 +109,11 @@ TORCHAMP_BODY std::vector<at::Tensor> GradScaler::scale(at::TensorList outputs) 
 TORCHAMP_BODY void GradScaler::unscale_(torch::optim::Optimizer& optimizer) {
   if (!is_enabled()) return;
   scale_.check_created("unscale_");
-  detail::OptimizerState& state = ledger_.optimizers.of(optimizer);
-  detail::check_allowed(state, detail::Call::unscale, "GradScaler::unscale_");
+  detail::check_allowed(ledger_.optimizers.of(optimizer), detail::Call::unscale,
+                        "GradScaler::unscale_");
   if (!scale_.stays_at_one()) ledger_.check_divides(optimizer, "GradScaler::unscale_");
+  // A warning may have run the program's code, which may call update().
+  detail::OptimizerState& state = ledger_.optimizers.of(optimizer);
   state = detail::unscale_gradients(optimizer, scale_, "GradScaler::unscale_");
   ledger_.note_unscaled(optimizer, state);
 }
@@ -128,14 +130,18 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
     return detail::ScalerParts::unscaled_result(std::move(value));
   }
   scale_.check_created("step");
-  detail::OptimizerState& state = ledger_.optimizers.of(optimizer);  // stays valid until update()
-  detail::check_allowed(state, detail::Call::step, "GradScaler::step");
-  if (state.stage == detail::OptimizerState::Stage::unscaled) {
-    detail::check_complete(optimizer, state, ledger_);
-  } else if (!scale_.stays_at_one()) {
-    ledger_.check_divides(optimizer, "GradScaler::step");
+  {
+    const detail::OptimizerState& before = ledger_.optimizers.of(optimizer);
+    detail::check_allowed(before, detail::Call::step, "GradScaler::step");
+    if (before.stage == detail::OptimizerState::Stage::unscaled) {
+      detail::check_complete(optimizer, before, ledger_);
+    } else if (!scale_.stays_at_one()) {
+      ledger_.check_divides(optimizer, "GradScaler::step");
+    }
+    ledger_.check_steps(optimizer);
   }
-  ledger_.check_steps(optimizer);
+  // A warning may have run the program's code, which may call update().
+  detail::OptimizerState& state = ledger_.optimizers.of(optimizer);
 
   auto* const fused = dynamic_cast<ScaledStep*>(&optimizer);
   const detail::StepDivisor divisor =
@@ -176,7 +182,8 @@ TORCHAMP_BODY void GradScaler::update() {
   {
     const detail::InternalOps guard;
     const detail::Findings found = detail::findings_of(ledger_, scale_);
-    // A device changes the scale in place, which results of earlier steps may still be asked for.
+    // A device changes the scale in place, but the program may still query results of earlier
+    // steps.
     if (!found.flags.empty() && !scale_.knows(found)) ledger_.keep_results();
     met = scale_.update(found);
   }

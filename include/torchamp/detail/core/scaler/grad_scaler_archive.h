@@ -24,7 +24,7 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-/// What lies under `key`. Throws where it is missing, or not of the type that `is` tells.
+/// The value of `key`. Throws if it is missing, or if `is` returns false for it.
 inline c10::IValue read_number(torch::serialize::InputArchive& archive, const std::string& key,
                                bool (c10::IValue::*is)() const, const char* type) {
   c10::IValue value;
@@ -46,16 +46,16 @@ inline double read_count(torch::serialize::InputArchive& archive, const std::str
   TORCHAMP_CHECK_VALUE(count >= 0, "GradScaler::load: \"", key, "\" is ", count,
                        ", a negative count.");
   TORCHAMP_CHECK_VALUE(count <= int64_t{1} << 53, "GradScaler::load: \"", key, "\" is ", count,
-                       ". A count is at most 2^53.");
+                       ". A count must be at most 2^53.");
   return static_cast<double>(count);
 }
 
 // Note [What an archive of a scaler holds]
 // The state of torch.amp, torchamp's own numbers under the names of their rows, and in
-// "torchamp_numbers" the list of these names. The checksum is of what the list names: LibTorch does
-// not see that a file's bytes have changed. An archive of an earlier version has no list, or a
-// shorter one; the numbers that it lacks are as initially. A number that is listed and has no row
-// is of a later version.
+// "torchamp_numbers" the list of these names. The checksum covers the numbers in the list, because
+// LibTorch does not detect changed bytes in a file. An archive of an earlier version has no list or
+// a shorter one; missing numbers have their initial values. If a number is listed and has no row, a
+// later version has written the archive.
 
 /// The rows of torchamp's own numbers.
 inline auto own_rows() {
@@ -78,16 +78,20 @@ inline int64_t checksum_of(const GradScalerState& state, const std::vector<doubl
   return static_cast<int64_t>(sum.value());
 }
 
-/// Reads torchamp's own numbers into `rest`, which has the initial ones, and compares the checksum.
+/// Reads torchamp's own numbers into `rest`, which has the initial values, and compares the
+/// checksum.
 inline void read_own_numbers(torch::serialize::InputArchive& archive, const GradScalerState& state,
                              ScaleMemory<double>& rest) {
-  constexpr const char* damaged =
+  const char* const damaged =
       "GradScaler::load: the archive is damaged: its values are not those that were saved.";
+  const char* const of_later_version =
+      "GradScaler::load: the archive was saved by a later version of torchamp, whose GradScaler "
+      "also remembers \"";
   c10::IValue list, checksum, number;
   const bool has_list = archive.try_read("torchamp_numbers", list);
   TORCHAMP_CHECK(!has_list || list.isString(), damaged);
-  // The numbers of archives without a list, of which this version uses some. A program may have
-  // written less.
+  // The numbers of archives without a list. This version uses some of them. An archive may have
+  // fewer.
   std::istringstream names(has_list ? list.toStringRef()
                                     : "torchamp_credit torchamp_since_change torchamp_overflows "
                                       "torchamp_skips_in_a_row");
@@ -98,13 +102,9 @@ inline void read_own_numbers(torch::serialize::InputArchive& archive, const Grad
         std::find_if(rows.begin(), rows.end(), [&](const auto& one) { return one.name == name; });
     const bool is_held = archive.try_read(name, number);
     TORCHAMP_CHECK(!has_list || is_held, damaged);
-    TORCHAMP_CHECK(row != rows.end() || !has_list,
-                   "GradScaler::load: the archive was saved by a later version of torchamp, whose "
-                   "GradScaler also remembers \"",
-                   name,
-                   "\". Load it with that version, or continue with a new "
-                   "GradScaler({.init_scale = ",
-                   state.scale, "}), which has the archive's scale.");
+    TORCHAMP_CHECK(row != rows.end() || !has_list, of_later_version, name,
+                   "\". Load it with that version, or set GradScalerOptions::init_scale to ",
+                   state.scale, ", its scale.");
     double count = row == rows.end() ? 0. : rest.*row->number;
     if (is_held) count = read_count(archive, name);
     if (row != rows.end()) rest.*row->number = count;
@@ -173,7 +173,7 @@ struct ScalerArchive<GradScaler> {
                    state.scale, "}), which has the archive's scale.");
     read_own_numbers(archive, state, rest);
     rest.credit = std::min(rest.credit, full_credit);
-    restore_scaler(scaler, "GradScaler::load", state, std::move(rest));
+    restore_scaler(scaler, "GradScaler::load", state, rest);
   }
 };
 
@@ -197,8 +197,8 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 
 namespace torch {
 
-/// torch::load for a GradScaler: LibTorch's reader throws exceptions of several kinds for an
-/// archive that is damaged; here they are all c10::Errors.
+/// torch::load for a GradScaler. For a damaged archive LibTorch's reader throws several kinds of
+/// exceptions; here all are c10::Errors.
 template <class... From>
 void load(torchamp::GradScaler& scaler, From&&... from) {
   serialize::InputArchive archive;

@@ -35,21 +35,22 @@ namespace torchamp::detail {
 
 // Note [Where the scale is known]
 //
-// The scale is a 0-dim fp32 tensor on the device of the first loss. While the host knows every
-// overflow flag (an ordinary optimizer's step reads it; a CPU's is in host memory), it updates its
-// own copy of the state, and writes the tensor only when the scale changes: update() launches
-// nothing, and a query of the scale reads nothing. The first flag that the host does not know,
-// after a fused optimizer's step on a GPU, moves the state to the device for good (a captured CUDA
-// graph may replay its update unseen), where the update is a few kernels in place.
+// The scale is a 0-dim fp32 tensor on the device of the first loss. As long as the host has every
+// overflow flag (an ordinary optimizer's step reads it; a CPU's flag is in host memory), it updates
+// its own copy of the state, and writes the tensor only if the scale changes. Then update()
+// launches nothing, and a query of the scale reads nothing. After a fused optimizer's step on a GPU
+// the host does not have the flag. From then on the state is on the device, permanently, because a
+// captured CUDA graph may replay its update without the host; there an update is a few kernels in
+// place.
 
-/// What the optimizers of an iteration have found in their gradients.
+/// The results of the checks of an iteration's gradients.
 struct Findings {
   std::vector<at::Tensor> flags{};  ///< of each: 0-dim fp32, 1 for an inf or a NaN, else 0
   bool known = true;                ///< to the host, without a read
   bool bad = false;                 ///< as far as known
 };
 
-/// A GradScaler's options, its scale, and what the updates remember, on the host or on a device.
+/// A GradScaler's options, its scale, and the numbers that updates use, on the host or on a device.
 class LossScale {
  public:
   /// Error: an option that is out of range.
@@ -71,7 +72,7 @@ class LossScale {
     check_backoff_factor("GradScaler::set_backoff_factor", factor);
     options_.backoff_factor = factor;
   }
-  /// A shorter one is met at the next good iteration.
+  /// If the tracker already exceeds it, the scale grows at the next good iteration.
   void set_growth_interval(int64_t interval) {
     check_growth_interval("GradScaler::set_growth_interval", interval);
     options_.growth_interval = interval;
@@ -102,7 +103,8 @@ class LossScale {
   const at::Tensor& scale() const { return scale_; }
   /// 1/scale as a 0-dim fp32 tensor on `device`, computed in fp64 as torch.amp does.
   at::Tensor inverse(at::Device device) const {
-    if (!on_device_) {
+    // Replays read the tensor, which an update() outside of the graph changes.
+    if (!on_device_ && replays_ == Replays::none) {
       return at::full({}, 1. / host_.scale, at::TensorOptions(device).dtype(at::kFloat));
     }
     const at::ScalarType dtype = number_type_on(scale_.device());
@@ -111,9 +113,10 @@ class LossScale {
   /// A 1 on the scale's device, 0-dim fp32.
   const at::Tensor& one() const { return one_; }
 
-  /// The host's copy; null where only the device knows.
+  /// The host's copy; null if the state is on the device.
   const ScaleMemory<double>* host() const { return on_device_ ? nullptr : &host_; }
-  /// The scale, and the bad iterations in a row; kept through changes by their keep().
+  /// The scale and the bad iterations in a row; after keep() of these, later changes do not affect
+  /// them.
   ReadOnce<double> scale_once() const {
     return on_device_ ? ReadOnce<double>{.tensor = scale_}
                       : ReadOnce<double>{.on_host = host_.scale};
@@ -124,7 +127,7 @@ class LossScale {
   }
   double read_scale() const { return scale_once().read(); }
 
-  /// All of it; synchronises where the host does not know.
+  /// All numbers; synchronises if the state is on the device.
   ScaleMemory<double> read() const {
     ScaleMemory<double> values = host_;
     if (!on_device_) return values;
@@ -134,7 +137,7 @@ class LossScale {
     return values;
   }
 
-  /// What state_dict() gives of these values.
+  /// The result of state_dict() for these values.
   GradScalerState state_of(const ScaleMemory<double>& values) const {
     return {.scale = values.scale,
             .growth_factor = options_.growth_factor,
@@ -143,22 +146,23 @@ class LossScale {
             .growth_tracker = static_cast<int64_t>(values.growth_tracker)};
   }
 
-  /// Takes over `state`, which check_state has passed, and of `rest` what the state does not hold.
+  /// Loads `state`, which check_state has accepted, and from `rest` the numbers that the state does
+  /// not hold.
   void restore(const GradScalerState& state, ScaleMemory<double> rest) {
     rest.scale = static_cast<float>(state.scale);
     rest.growth_tracker =
         static_cast<double>(std::min(state.growth_tracker, state.growth_interval - 1));
-    set(std::move(rest));
+    set(rest);
     limits_.forget();
     options_.growth_factor = state.growth_factor;
     options_.backoff_factor = state.backoff_factor;
     options_.growth_interval = state.growth_interval;
   }
 
-  /// Puts these values in place of all that is there. The host must know them.
+  /// Replaces all numbers by these values, which are on the host.
   void set(ScaleMemory<double> values) {
     const bool changes = values.scale != host_.scale;
-    host_ = std::move(values);  // read() takes from here what a device does not keep
+    host_ = values;  // read() takes numbers from here that a device does not store
     if (!on_device_) {
       if (created() && changes) scale_.fill_(host_.scale);
       return;
@@ -168,14 +172,14 @@ class LossScale {
     on_device_->set(host_);
   }
 
-  /// As the scale is written by hand.
+  /// Sets the scale that the program has chosen.
   void set_scale(double scale) {
     const bool changes = on_device_ || scale != host_.scale;
     host_.scale = scale;
     if (changes) scale_.fill_(scale);
   }
-  /// Takes the scale from a tensor that only the device can read; what is not a number within the
-  /// limits becomes the nearest limit.
+  /// Takes the scale from a tensor on a device, without reading it; a value outside the limits, or
+  /// NaN, becomes a limit.
   void set_scale(const at::Tensor& scale) {
     leave_host();
     host_.scale = std::numeric_limits<double>::quiet_NaN();
@@ -186,14 +190,14 @@ class LossScale {
 
   // ---- What may be left out because of the scale
 
-  /// Whether scaling is the identity, and not just for the time being.
+  /// Whether scaling is the identity, permanently.
   bool stays_at_one() const { return !options_.dynamic && scale_on_host() == 1.; }
-  /// Whether dividing by the scale may turn a finite gradient into an inf, so that the quotients
-  /// have to be checked: one launch more in a fused step, one pass more in unscale_.
+  /// Whether dividing by the scale may turn a finite gradient into an inf. Then the quotients must
+  /// be checked: one more launch in a fused step, one more pass in unscale_.
   bool may_be_below_one() const { return options_.min_scale < 1. && !(scale_on_host() >= 1.); }
 
-  /// The optimizer's step may be part of a graph, whose replays may change the scale. Called before
-  /// the step queries the scale.
+  /// Prepares for replays of the optimizer's step, which may change the scale. Called before the
+  /// step queries the scale.
   void expect_replays() {
     if (replays_ != Replays::none) return;
     replays_ = GraphBody::is_running() ? Replays::of_cuda_graph : Replays::unknown;
@@ -204,8 +208,8 @@ class LossScale {
   /// Whether the host can make this update.
   bool knows(const Findings& found) const { return !on_device_ && found.known; }
 
-  /// Brings the scale to what it is after an iteration; a limit that throws changes nothing.
-  /// Returns the limits that are met. Without a read.
+  /// Updates the scale after an iteration, without a read. Returns the limits that are met. If a
+  /// limit throws, nothing is changed.
   ScaleLimits::Met update(const Findings& found) {
     ScaleLimits::Met met;
     if (found.flags.empty()) return met;
@@ -213,11 +217,11 @@ class LossScale {
       ScaleMemory<double> after = after_update(options_, host_, found.bad);
       met = ScaleLimits::met(options_, host_, after);
       ScaleLimits::throw_if_met(options_, met);
-      set(std::move(after));
+      set(after);
       return met;
     }
     const bool watched = ScaleLimits::watched(options_);
-    // The mirror has what an earlier update sent, as far as it has arrived: nobody waits.
+    // The mirror has the numbers of an earlier update, as far as they have arrived: nothing waits.
     if (watched) met = limits_.met_in_mirror(options_);
     ScaleLimits::throw_if_met(options_, met);
     at::Tensor bad = found.flags.front();
@@ -237,12 +241,12 @@ class LossScale {
     }
   }
 
-  /// One iteration whose flag only the device knows: 0-dim fp32 on the scale's device, 1 if bad or
-  /// else 0. In place, without a read.
+  /// An iteration whose flag is on the device: 0-dim fp32 on the scale's device, 1 if bad,
+  /// otherwise 0. In place, without a read.
   void advance(const at::Tensor& found_inf) {
     leave_host();
     if (options_.dynamic) on_device_->make(options_, scale_, found_inf, skips_);
-    at::addcmul_out(skips_, found_inf, skips_, found_inf);  // one more if bad, or else 0
+    at::addcmul_out(skips_, found_inf, skips_, found_inf);  // one more if bad, otherwise 0
     if (replays_ == Replays::unknown) return;
     skip_warning_->count_iteration(skips_);
     if (GraphBody* const body = GraphBody::current()) {
@@ -252,12 +256,12 @@ class LossScale {
     }
   }
 
-  /// Moves what is remembered to the device, for good, without a read. From here on host_ is out
-  /// of date, but for what the device does not keep: only read() and set() use it then, and
+  /// Moves the state to the device, permanently, without a read. From here on host_ is out of date,
+  /// except for numbers that the device does not store. Only read() and set() use it then, and
   /// scale_on_host() if the scale is fixed.
   void leave_host() {
     if (on_device_) return;
-    const c10::InferenceMode no_inference(false);  // tensors of inference mode refuse later writes
+    const c10::InferenceMode no_inference(false);  // its tensors do not allow later writes
     skips_.fill_(host_.skips);
     if (is_torch_update(options_)) {
       on_device_ = std::make_unique<TorchUpdate>(host_, scale_);
@@ -267,7 +271,7 @@ class LossScale {
   }
 
  private:
-  /// Whose replays may change the scale. A CudaGraph follows the skips in a row.
+  /// The kind of replays that may change the scale. A CudaGraph follows the skips in a row.
   enum class Replays { none, of_cuda_graph, unknown };
 
   /// NaN if only the device knows the scale.
@@ -277,9 +281,9 @@ class LossScale {
   }
 
   GradScalerOptions options_;
-  ScaleMemory<double> host_;  // where the host knows
+  ScaleMemory<double> host_;  // valid while the state is on the host
   ScaleLimits limits_;
-  std::unique_ptr<DeviceUpdate> on_device_;  // null where the host knows
+  std::unique_ptr<DeviceUpdate> on_device_;  // null while the state is on the host
   at::Tensor scale_and_skips_;               // in one piece
   at::Tensor scale_, skips_;                 // its parts, 0-dim
   at::Tensor one_;

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// How far an optimizer has come in an iteration, and the calls that this allows.
+// The stage of an optimizer in an iteration, and the calls that each stage allows.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,43 +28,43 @@ namespace torchamp::detail {
 //             or NaN is recorded. step() does this first if the program has not.
 //   stepped   step(): the optimizer has stepped or been skipped
 //
-// update() collects what was recorded of all of them and makes them "ready". So one scale serves
-// several optimizers, each of which skips by itself, while one bad optimizer lowers the scale for
-// all. One that is gone still counts for the scale. Note [Which optimizer it is] says when another
-// optimizer may be taken for it.
+// update() collects the flags of all optimizers and makes them "ready". So several optimizers share
+// one scale: each skips separately, but one bad optimizer lowers the scale for all. An optimizer
+// that was destroyed still counts for the scale. Note [Which optimizer it is] describes when a new
+// optimizer is mistaken for it.
 //
-// Gradients are checked as they are when they are unscaled, so an inf that the program puts in
-// afterwards is stepped with (but see GradScalerOptions::recheck). A skipped step leaves the other
-// gradients unscaled. With a ScaledStep optimizer that is "ready", the gradients are only checked
-// and the division is left to the optimizer. Below a scale of 1, dividing may turn a finite
-// gradient into an inf, so the quotients are checked, too; see LossScale::may_be_below_one().
+// Gradients are checked when they are unscaled. If the program writes an inf afterwards, the step
+// uses it (but see GradScalerOptions::recheck). After a skipped step the other gradients are
+// unscaled. If a ScaledStep optimizer is "ready", the gradients are only checked, and the optimizer
+// divides them. At a scale below 1 the division may turn a finite gradient into an inf, so the
+// quotients are also checked; see LossScale::may_be_below_one().
 
-/// How far an optimizer has come in this iteration, see Note [An iteration].
+/// The stage of an optimizer in this iteration, see Note [An iteration].
 struct OptimizerState {
   enum class Stage { ready, unscaled, stepped };
-  /// Whose gradients found_inf is of, see Note [What processes agree on]. Without other processes
-  /// it is set all the same, and means nothing.
+  /// Which gradients found_inf covers, see Note [What processes agree on]. Without other processes
+  /// it has no meaning.
   enum class Agreement {
-    none,     ///< this process's
-    reached,  ///< those of all processes; a recheck begins anew
-    binding,  ///< those too, and a step goes by them, also when it is tried again
+    none,     ///< gradients of this process
+    reached,  ///< gradients of all processes; a recheck begins anew
+    binding,  ///< like reached, even for a step that is tried again
   };
   Stage stage = Stage::ready;
   ReadOnce<bool> found_inf{};  ///< 0 or 1; undefined while ready
   bool had_gradients = false;  ///< at least one was checked
   Agreement agreement = Agreement::none;
   bool in_closure = false;           ///< a step with a closure is being made
-  std::size_t gradients = 0;         ///< how many there were when they were unscaled
+  std::size_t gradients = 0;         ///< their number when they were unscaled
   uint64_t moved = 0;                ///< gradients_moved() then
-  std::shared_ptr<Shards> shards{};  ///< who must agree, where they are shards of gradients
+  std::shared_ptr<Shards> shards{};  ///< who must agree, if the parameters are shards
 };
 
-/// The calls that depend on what has become of an optimizer in the iteration.
+/// The calls that depend on an optimizer's stage in the iteration.
 enum class Call { unscale, clip, step };
 
-/// A call that an optimizer's stage does not allow, and the error. All others are allowed.
+/// A call that an optimizer's stage does not allow, and its error. All other calls are allowed.
 struct ForbiddenCall {
-  bool in_closure;  ///< of the optimizer's step, whatever the stage
+  bool in_closure;  ///< in the closure of the optimizer's step, at any stage
   OptimizerState::Stage stage;
   Call call;
   const char* error;
@@ -99,7 +99,7 @@ inline void check_allowed(const OptimizerState& state, Call call, const char* na
   }
 }
 
-/// The states of the few optimizers that one scaler serves, in order of appearance; see
+/// The states of a scaler's few optimizers, in order of appearance; see
 /// Note [Which optimizer it is].
 class OptimizerStates {
  public:
@@ -133,7 +133,7 @@ class OptimizerStates {
     });
   }
 
-  /// Makes one ready again, in place.
+  /// Makes an optimizer ready again, in place.
   void reset(const torch::optim::Optimizer& optimizer) {
     OptimizerState* const state = find(optimizer);
     if (state) *state = {.in_closure = state->in_closure};
@@ -141,7 +141,7 @@ class OptimizerStates {
 
   auto begin() { return entries_.begin(); }
   auto end() { return entries_.end(); }
-  /// Ends the iteration of all but those whose closure has ended it.
+  /// Ends the iteration of all optimizers, except in whose closure update() was called.
   void clear() {
     entries_.remove_if([](const Entry& entry) { return !entry.state.in_closure; });
   }

@@ -15,20 +15,20 @@ struct ReadOnce {
   at::Tensor tensor{};
   std::optional<T> on_host{};
 
-  /// What can be told without waiting for a device.
+  /// The value, if it is available without waiting for a device.
   std::optional<T> without_reading() const {
     if (on_host) return on_host;
     if (tensor.is_cpu()) return static_cast<T>(*tensor.const_data_ptr<float>());
     return std::nullopt;
   }
 
-  /// Synchronises where the host does not know.
+  /// Synchronises if the host does not have the value.
   T read() {
     if (!on_host) on_host = static_cast<T>(tensor.item<float>());
     return *on_host;
   }
 
-  /// Makes a later change of the tensor invisible.
+  /// Protects the value from later changes of the tensor.
   void keep() {
     if (!on_host) tensor = tensor.clone();
   }

@@ -14,10 +14,10 @@
 
 namespace torchamp::detail {
 
-/// What GradScaler::update does about the limits of GradScalerOptions.
+/// How GradScaler::update handles the limits of GradScalerOptions.
 class ScaleLimits {
  public:
-  /// The limits that an iteration has met, and what to say of them.
+  /// The limits that an iteration has met, and the numbers for messages.
   struct Met {
     bool min_scale = false;
     bool skips_in_a_row = false;
@@ -35,7 +35,7 @@ class ScaleLimits {
             .skips = skips};
   }
 
-  /// Throws if a limit that is met says so. Nothing has been changed yet.
+  /// Throws if a limit that is met is set to throw. Nothing has been changed yet.
   static void throw_if_met(const GradScalerOptions& options, const Met& met) {
     TORCHAMP_CHECK(!met.min_scale || options.at_min_scale != AtLimit::throw_error,
                    "GradScaler::update: gradients hold infs or NaNs and the scale, ", met.scale,
@@ -71,9 +71,9 @@ class ScaleLimits {
   }
 
   // Note [Limits that only the device knows]
-  // There the scale and the count of skips are copied to host memory behind the update, and a later
-  // update() acts on what has arrived meanwhile. With the default limits there is nothing to act on
-  // but a warning at 2^-126, so no copy is made.
+  // If the state is on a device, the scale and the count of skips are copied to host memory after
+  // each update, and a later update() acts on the copy that has arrived. With the default limits
+  // the only action is a warning at 2^-126, so no copy is made.
 
   static bool watched(const GradScalerOptions& options) {
     const bool floor = options.at_min_scale == AtLimit::throw_error ||
@@ -87,7 +87,7 @@ class ScaleLimits {
 
   HostMirror mirror;  ///< of the scale and the skips
 
-  /// Another state has taken the place of what the mirror shows.
+  /// Another state has replaced the state that the mirror shows.
   void forget() {
     mirror = {};
     seen_skips_ = 0;
@@ -112,12 +112,12 @@ class ScaleLimits {
     return options.max_skips_in_a_row > 0 && skips > 0 && skips % options.max_skips_in_a_row == 0;
   }
 
-  bool warned_ = false;  // since the scale was last above its floor
+  bool warned_ = false;  // since the scale was last above min_scale
   int64_t seen_skips_ = 0;
 };
 
-/// Warns of a long run of bad iterations, once. Where only the device knows the run, it is copied
-/// to the host once in `interval` iterations, replays included, and nobody waits for the copy.
+/// Warns of a long run of bad iterations, once. If the run's length is on the device, it is copied
+/// to the host once in `interval` iterations, replays included; nothing waits for the copy.
 class SkipWarning final : public ReplayedState {
  public:
   static constexpr int64_t many = 100, interval = 32;
@@ -135,12 +135,12 @@ class SkipWarning final : public ReplayedState {
           "This warning is given once."});
   }
 
-  /// The device has made an update. `skips`, 0-dim fp32: those in a row now.
+  /// Counts an update on the device. `skips`, 0-dim fp32: the present skips in a row.
   void count_iteration(const at::Tensor& skips) {
     skips_ = skips;
     ++iterations_;
   }
-  /// Warns if the copy that has arrived says so.
+  /// Warns if the copy that has arrived shows a long run.
   void warn_if_arrived() {
     if (!mirror_.empty()) note(mirror_[0]);
   }

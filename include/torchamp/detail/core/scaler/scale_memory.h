@@ -9,35 +9,36 @@
 
 namespace torchamp::detail {
 
-/// What a scale update remembers from one iteration to the next. Number is double on the host, and
-/// a 0-dim tensor on a device, so that one text of the update serves both. Each number has its row
-/// in scale_memory_rows.
+/// The numbers that scale updates carry from one iteration to the next. Number is double on the
+/// host, and a 0-dim tensor on a device, so that both use one formula. Each number has a row in
+/// scale_memory_rows.
 template <class Number>
 struct ScaleMemory {
   Number scale;
   Number growth_tracker;
-  Number credit;  ///< bad iterations that are still forgiven, plus one
+  Number credit;  ///< bad iterations until the scale backs off
   Number skips;   ///< bad iterations in a row
 };
 
-/// All that is to be known of a number in ScaleMemory.
+/// The description of a number in ScaleMemory.
 template <class Number>
 struct ScaleMemoryRow {
   enum class Kind {
-    state,  ///< torch.amp has it, too: part of GradScalerState
+    state,  ///< torch.amp also has it: part of GradScalerState
     count,  ///< torchamp's own, a whole number that is not negative
   };
   const char* name;  ///< in archives
   Kind kind;
   Number ScaleMemory<Number>::*number;
   double (*initial)(const GradScalerOptions& options);
-  /// Whether the update with these options depends on it, besides the scale and growth_tracker.
+  /// Whether the update with these options depends on the number (not for the scale and
+  /// growth_tracker).
   bool (*wanted)(const GradScalerOptions& options);
 };
 
 /// One row for each number, in the order of the archives' checksum. A new number is a member above,
-/// a row at the end, and its effect in after_update(): archives of earlier versions, which do not
-/// hold it, then leave it as it is initially.
+/// a row at the end, and its effect in after_update(): loading an archive of an earlier version,
+/// which does not hold it, gives it the initial value.
 template <class Number>
 inline constexpr ScaleMemoryRow<Number> scale_memory_rows[] = {
     {"scale", ScaleMemoryRow<Number>::Kind::state, &ScaleMemory<Number>::scale,

@@ -35,7 +35,7 @@ inline at::Tensor choose(const at::Tensor& condition, const at::Tensor& yes, dou
   return yes.masked_fill(condition.logical_not(), no);
 }
 
-// at:: has these, too.
+// at:: has functions of these names for tensors.
 using std::clamp;
 using std::isfinite;
 
@@ -46,14 +46,14 @@ inline at::Tensor as_fp32(const at::Tensor& x) {
   return x.to(at::kFloat).to(x.scalar_type());
 }
 
-/// What an update starts from.
+/// The numbers before the first update.
 inline ScaleMemory<double> initial_memory(const GradScalerOptions& options) {
   ScaleMemory<double> memory{};
   for (const auto& row : scale_memory_rows<double>) memory.*row.number = row.initial(options);
   return memory;
 }
 
-/// Whether ATen's kernel for torch.amp is the whole update. It keeps none of torchamp's own
+/// Whether ATen's kernel for torch.amp does the whole update. It does not change torchamp's own
 /// numbers.
 inline bool is_torch_update(const GradScalerOptions& options) {
   return options.dynamic && options.growth_tracker_start == 0 &&
@@ -61,9 +61,9 @@ inline bool is_torch_update(const GradScalerOptions& options) {
                       [&](const auto& row) { return row.wanted(options); });
 }
 
-/// What is remembered after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor):
-/// the one formula, on a host for every rule, on a device for all but torch.amp's, which is a
-/// kernel of ATen's there.
+/// The numbers after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor). This
+/// formula is used on the host for every rule, and on a device for all rules except torch.amp's,
+/// for which ATen has a kernel.
 template <class Number, class Bool>
 ScaleMemory<Number> after_update(const GradScalerOptions& options,
                                  const ScaleMemory<Number>& before, const Bool& bad) {

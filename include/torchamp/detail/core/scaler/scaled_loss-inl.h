@@ -17,7 +17,7 @@ TORCHAMP_BODY torch::autograd::variable_list ScaledLoss::operator()(
   const std::scoped_lock lock(backward_->mutex);
   const bool checks = backward_->check && backward_->check->is_looking();
   if (backward_->divided.empty() && !checks) return gradients;
-  // One call of backward() may come to several scaled losses.
+  // One call of backward() may reach several scaled losses.
   const int task = torch::autograd::get_current_graph_task_id();
   if (std::exchange(backward_->task, task) == task) return gradients;
   if (checks) backward_->check->note_backward_begins();

@@ -17,8 +17,8 @@
 
 namespace torchamp::detail {
 
-/// What a scaler and the backward passes of its losses share. These may run in several threads, one
-/// for each device, so who uses it takes the lock.
+/// Data that a scaler shares with the backward passes of its losses. Backward may run in several
+/// threads, one for each device, so each use takes the lock.
 struct ScaledBackward {
   std::mutex mutex;
   DividedGradients divided{};
@@ -26,8 +26,8 @@ struct ScaledBackward {
   int task = -1;  ///< autograd's number of the call of backward() that has begun last
 };
 
-/// A hook at each loss that a scaler has scaled: it runs before the loss's gradient flows on, and
-/// it is the mark by which such a loss is recognised.
+/// A hook at each loss that a scaler has scaled. It runs before the backward of the loss continues,
+/// and it marks the loss as scaled.
 class ScaledLoss final : public torch::autograd::FunctionPreHook {
  public:
   explicit ScaledLoss(std::shared_ptr<ScaledBackward> backward) : backward_(std::move(backward)) {}
@@ -41,7 +41,7 @@ class ScaledLoss final : public torch::autograd::FunctionPreHook {
     if (node) node->add_tensor_pre_hook(std::make_unique<ScaledLoss>(backward));
   }
 
-  /// Whether `node`, which may be null, has made a loss that the scaler of `backward` has scaled.
+  /// Whether `node`, which may be null, made a loss that the scaler of `backward` has scaled.
   static bool is_made_by(torch::autograd::Node* node, const ScaledBackward& backward) {
     if (!node) return false;
     const auto& hooks = node->tensor_pre_hooks();

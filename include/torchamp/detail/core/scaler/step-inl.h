@@ -37,7 +37,7 @@ namespace torchamp::detail {
 inline bool any_came_later(const torch::optim::Optimizer& optimizer, const OptimizerState& state,
                            bool moved) {
   if (moved) return true;
-  // Others beside those that were there are the program's own, zeros for a parameter, say.
+  // Additional gradients are the program's own, for example zeros for a parameter.
   return !state.had_gradients && count_gradients(optimizer) > state.gradients;
 }
 
@@ -118,10 +118,10 @@ inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState
 
 // Note [A large scale and a clip]
 //
-// A fused step divides by one fp32 number, the scale times what a clip has left to it, which is the
-// norm over max_norm. If fp32 cannot hold the product, the gradients count as an overflow: the step
-// is skipped, and the scale backs off until fp32 can. On the host the product is looked at, on a
-// device the check of the gradients includes it.
+// A fused step divides by one fp32 number: the scale times the divisor of a deferred clip, which is
+// the norm over max_norm. If fp32 cannot hold the product, this counts as an overflow: the step is
+// skipped, and the scale backs off until fp32 can hold it. On the host the product is checked
+// directly; on a device the check of the gradients includes it.
 
 /// Whether the scale times `clip`, both on the host, is more than fp32 holds.
 inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
@@ -131,21 +131,21 @@ inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
   return std::isfinite(one) && std::isfinite(other) && !std::isfinite(one * other);
 }
 
-/// The divisor, where it has to be checked: on the host product_overflows() tells.
+/// The divisor, if it has to be checked. On the host, product_overflows() has checked it.
 inline at::Tensor number_to_check(const StepDivisor& divisor) {
   const bool is_to_check = divisor.clip.defined() && !divisor.clip.may_be_infinite;
   return is_to_check && !divisor.product.is_cpu() ? divisor.product : at::Tensor();
 }
 
-/// Whether the host sees by the divisor that all gradients are finite: see
+/// Whether the divisor on the host shows that all gradients are finite: see
 /// Note [One read for norm and check].
 inline bool host_sees_finite(const StepDivisor& divisor) {
   return divisor.clip.shows_non_finite && divisor.product.is_cpu() &&
          std::isfinite(*divisor.product.const_data_ptr<float>());
 }
 
-/// Whether the same two numbers show it on a device, where a check of them replaces that of all
-/// gradients. clip_norm, in clip_grad.h, says so by Divisor::shows_non_finite.
+/// Whether a check of the same two numbers on a device replaces the check of all gradients.
+/// clip_norm, in clip_grad.h, sets Divisor::shows_non_finite for this.
 inline bool device_sees_finite(at::Device device, const StepDivisor& divisor) {
   const at::Tensor& norm = divisor.clip.norm;
   return divisor.clip.shows_non_finite && number_to_check(divisor).defined() && norm.defined() &&
@@ -173,9 +173,9 @@ inline void find_infs(const std::vector<GradientBatch>& batches, const StepDivis
       found_inf);
 }
 
-/// Checks gradients that a fused step divides; what it is to divide them by. A step that is tried
-/// again looks anew (a failed capture has taken its flag's memory with it), but for one that
-/// processes have agreed on: see Note [What processes agree on].
+/// Checks gradients that a fused step divides; returns the divisor. A step that is tried again
+/// checks again, because a failed capture has freed the memory of its flag. Exception: a step that
+/// processes have agreed on, see Note [What processes agree on].
 inline StepDivisor check_before_fused_step(torch::optim::Optimizer& optimizer, const Divisor& clip,
                                            OptimizerState& state, LossScale& scale) {
   using Agreement = OptimizerState::Agreement;
@@ -196,8 +196,8 @@ inline StepDivisor check_before_fused_step(torch::optim::Optimizer& optimizer, c
 
 // ---- A step, whoever divides --------------------------------------------------------------------
 
-/// Unscales and checks what unscale_ has not, so that found_inf tells whether to step. Returns what
-/// a `fused` step divides by; nothing if the gradients are unscaled: then the step itself looks up
+/// Unscales and checks what unscale_ has not, so that found_inf decides whether to step. Returns
+/// the divisor of a `fused` step; nothing if the gradients are unscaled: then the step itself finds
 /// a clip that is still pending (FusedOptimizer::step_and_forget_clip).
 inline StepDivisor prepare_gradients(torch::optim::Optimizer& optimizer, bool fused,
                                      OptimizerState& state, LossScale& scale) {

@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What a scaler does with gradients before an optimizer steps: it unscales them, looks for infs,
-// and agrees with other processes on what was found.
+// The scaler's work before an optimizer steps: it unscales gradients, checks for infs, and agrees
+// with other processes on the result.
 #pragma once
 
 #include <torch/optim/optimizer.h>
@@ -11,8 +11,8 @@
 
 namespace torchamp::detail {
 
-/// Divides the gradients by the scale, and checks them; what is known of them then. `call` begins
-/// the error texts.
+/// Divides the gradients by the scale and checks them. Returns the optimizer's new state. `call`
+/// begins the error texts.
 TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimizer, LossScale& scale,
                                                const char* call);
 /// Makes found_inf the flag of all processes, once.

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What each optimizer of a scaler has done in the iteration.
+// The records of a scaler's optimizers in an iteration.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,13 +28,13 @@
 
 namespace torchamp::detail {
 
-/// What a StepResult answers from; shared by its copies. At first, that of a disabled scaler.
+/// The data of a StepResult, which its copies share. Initially the data for a disabled scaler.
 struct StepRecord {
   ReadOnce<bool> found_inf{.on_host = false};
   bool had_gradients = true;
-  ReadOnce<double> scale{.on_host = 1.};  ///< what the gradients were scaled by
+  ReadOnce<double> scale{.on_host = 1.};  ///< the gradients' scale
   ReadOnce<double> skips{.on_host = 0.};  ///< bad iterations in a row before this one
-  at::Tensor value{};                     ///< what the optimizer's step returned
+  at::Tensor value{};                     ///< the result of the optimizer's step
   std::vector<MissingGradient> missing{};
 };
 
@@ -51,13 +51,14 @@ class ScaleUse {
   void note_scaled() {
     ++times_;
     scaled_ = true;
-    if (GraphBody::is_running()) read_for_good_ = true;  // a replay scales, too
+    if (GraphBody::is_running()) read_for_good_ = true;  // each replay also scales
   }
   bool was_scaled() const { return scaled_; }
   /// How often the scaler has scaled, in all iterations.
   uint64_t times_scaled() const { return times_; }
 
-  /// The program has the scale now. `for_good`: as a tensor that update() changes in place.
+  /// Records that the program has read the scale. `for_good`: as a tensor that update() changes in
+  /// place.
   void note_read(bool for_good) {
     read_ = true;
     read_for_good_ |= for_good;
@@ -72,7 +73,7 @@ class ScaleUse {
   bool scaled_ = false, read_ = false, read_for_good_ = false;
 };
 
-/// What has happened since the last update(): what was scaled, and how far each optimizer has come.
+/// Records since the last update(): scaled losses, and the stage of each optimizer.
 class StepLedger {
  public:
   explicit StepLedger(const LossScale& scale) : scale_is_fixed_(!scale.options().dynamic) {
@@ -82,20 +83,20 @@ class StepLedger {
 
   OptimizerStates optimizers;
   mutable ScaleUse use;                                    // a query of the scale counts
-  std::vector<std::weak_ptr<AccumulationWindow>> windows;  // that take gradients from this scaler
+  std::vector<std::weak_ptr<AccumulationWindow>> windows;  // windows that use this scaler
   /// Shared with hooks, which may outlive the scaler.
   std::shared_ptr<ScaledBackward> backward = std::make_shared<ScaledBackward>();
 
   // ---- The events
 
-  /// A loss has become `scaled`. A number without a graph is no loss: the program gets the scale by
-  /// it.
+  /// Records that a loss was scaled to `scaled`. A scalar without a graph is no loss: by it the
+  /// program reads the scale.
   void note_scaled(const at::Tensor& scaled) {
     if (scaled.numel() == 1 && !scaled.requires_grad()) use.note_read(/*for_good=*/false);
     ScaledLoss::mark(scaled, backward);
     with_check([&](OrderCheck& check) { check.note_scaled(scaled); });
   }
-  /// A loss stays as it is, at a scale of 1.
+  /// Records a loss that is unchanged, at a scale of 1.
   void note_not_scaled() {
     with_check([](OrderCheck& check) { check.note_loss_without_hook(); });
   }
@@ -103,7 +104,7 @@ class StepLedger {
     with_check([](OrderCheck& check) { check.note_scale_is_known(); });
   }
 
-  /// The gradients of `optimizer` are about to be divided. Throws if one would be divided twice.
+  /// Before the gradients of `optimizer` are divided: throws if one would be divided twice.
   void check_divides(const torch::optim::Optimizer& optimizer, const char* call) {
     {
       const std::scoped_lock lock(backward->mutex);
@@ -111,7 +112,7 @@ class StepLedger {
     }
     warn_of(call, &OrderCheck::divides, &optimizer);
   }
-  /// They have been divided by unscale_.
+  /// Records that unscale_ has divided the gradients.
   void note_unscaled(const torch::optim::Optimizer& optimizer, const OptimizerState& state) {
     note_divided(optimizer);
     with_check([&](OrderCheck& check) {
@@ -150,7 +151,8 @@ class StepLedger {
           list.str()});
   }
 
-  /// The optimizer of `state` has stepped or been skipped; what a StepResult answers from.
+  /// Records that the optimizer of `state` has stepped or was skipped; returns the data for a
+  /// StepResult.
   std::shared_ptr<StepRecord> finish(OptimizerState& state, const LossScale& scale,
                                      at::Tensor value, std::vector<MissingGradient> missing) {
     state.stage = OptimizerState::Stage::stepped;
@@ -165,7 +167,7 @@ class StepLedger {
     return record;
   }
 
-  /// Before the scale changes: lets the results that are still in use keep what they tell of it.
+  /// Before the scale changes: results that are still in use keep its present value.
   void keep_results() {
     for (const auto& weak : records_) {
       const auto record = weak.lock();
@@ -197,7 +199,7 @@ class StepLedger {
   }
 
  private:
-  /// Calls `f(check)` in a scaler's first iterations. Not within a CudaGraph, nor after it.
+  /// Calls `f(check)` in a scaler's first iterations. Not in a CudaGraph, nor after it.
   template <class F>
   void with_check(const F& f) const {
     const std::scoped_lock lock(backward->mutex);
@@ -220,7 +222,7 @@ class StepLedger {
     backward->divided.note(optimizer);
   }
 
-  /// Tells windows that still hold micro-batches that the program has unscaled or stepped these.
+  /// Records in windows with micro-batches that the program has unscaled or stepped them.
   void note_used_windows() const {
     for (const auto& weak : windows) {
       const auto window = weak.lock();

@@ -51,7 +51,7 @@ inline std::optional<AccumulationResult> Accumulation::backward(const at::Tensor
   return flush();
 }
 
-/// To the gradients that are there.
+/// Adds to the present gradients.
 inline void Accumulation::add_in_place(const at::Tensor& scaled) {
   if (window_->pending == 0) {
     open_window();
@@ -61,8 +61,8 @@ inline void Accumulation::add_in_place(const at::Tensor& scaled) {
   }
   stage_ = Stage::adding;
   scaled.backward();
-  // Later gradients are added in fp32, too. Gradients that a reducer has not averaged stay in the
-  // model, where it finds them.
+  // Moved to the masters, so that later gradients also add in fp32. Gradients that a reducer has
+  // not averaged yet stay in the model, where the reducer expects them.
   const bool is_last = window_->pending + 1 == micro_batches_;
   if (!is_last && !(detail::any_has_left_local &&
                     detail::any_parameter(optimizer_, detail::has_local_gradient))) {
@@ -74,7 +74,7 @@ inline void Accumulation::add_in_place(const at::Tensor& scaled) {
   ++window_->pending;
 }
 
-/// To sums outside of them, unless one is not finite.
+/// Adds to sums outside `.grad`, unless a gradient is not finite.
 inline void Accumulation::add_apart(const at::Tensor& scaled) {
   warn_of_others(terms_.backward);
   detail::clear_gradients(optimizer_);
@@ -127,7 +127,7 @@ inline void Accumulation::note_replayed_backward() {
 
 inline std::function<void()> Accumulation::bookmark() {
   return [this, window = *window_, stage = stage_, gradients = gradients_,
-          has_scale = version_ == version_of_scale(), is_unchanged = is_as_left()] {
+          has_scale = version_ == version_of_scale(), is_unchanged = is_unchanged()] {
     *window_ = window;
     stage_ = stage;
     gradients_ = gradients;
@@ -164,17 +164,17 @@ inline std::optional<AccumulationResult> Accumulation::flush() {
   return result;
 }
 
-/// Of what was kept apart; the window is unchanged after an error.
+/// Steps with the mean of the sums. After an error the window is unchanged.
 inline AccumulationResult Accumulation::step_with_mean() {
   check_scaled(terms_.flush);
   TORCH_CHECK(before_step_ || !detail::ClipCalls::was_in_vain(noted_at_, optimizer_), terms_.flush,
-              ": a clip before this call found no gradients, since the sums are kept outside "
-              ".grad. Clip in before_step([&] { clip_grad_norm_(optimizer, 1.); }).");
+              ": a clip before this call found no gradients, because the sums are outside .grad. "
+              "Clip in before_step([&] { clip_grad_norm_(optimizer, 1.); }).");
   warn_of_others(terms_.flush);
-  detail::clear_gradients(optimizer_);  // a step that has failed may have left its own
+  detail::clear_gradients(optimizer_);  // a failed step may have left its own gradients
   is_clear_ = false;
   auto kept = std::make_shared<detail::ReadOnce<double>>(sum_->kept());
-  at::Tensor skipped;  // memory for what comes after the step, where nothing may fail
+  at::Tensor skipped;  // memory for the code after the step, which must not fail
   if (kept->tensor.defined()) skipped = at::empty_like(kept->tensor);
   at::Tensor flag = sum_->give_mean_to(optimizer_, *kept);
   if (scaler_.is_enabled()) {
@@ -245,13 +245,13 @@ inline void Accumulation::check_scaled(const char* call) const {
 }
 
 inline void Accumulation::check_window(const char* call) const {
-  TORCH_CHECK(
-      version_of_scale() == version_, call, ": the scale has changed after ", window_->pending,
-      " of ", micro_batches_,
-      " micro-batches, whose gradients have the old scale. Leave step and update to ", terms_.owner,
-      ", set the scale between two windows, and give each optimizer that steps within one a "
-      "scaler of its own. ",
-      terms_.drop);
+  TORCH_CHECK(version_of_scale() == version_, call, ": the scale has changed after ",
+              window_->pending, " of ", micro_batches_,
+              " micro-batches, whose gradients have the old scale. Leave step and update to ",
+              terms_.owner,
+              ", set the scale between two windows, and give each optimizer that steps within a "
+              "window its own scaler. ",
+              terms_.drop);
   TORCH_CHECK(detail::count_gradients(optimizer_) >= gradients_, call, ": the gradients of ",
               window_->pending, " of ", micro_batches_,
               " micro-batches are gone. Leave out zero_grad(): ", terms_.owner,
@@ -263,9 +263,9 @@ inline void Accumulation::check_window(const char* call) const {
               terms_.owner, ". ", terms_.drop);
 }
 
-/// Whether the gradients of an open window are as the last backward() has left them, or masters
-/// have taken them since.
-inline bool Accumulation::is_as_left() const {
+/// Whether the gradients of an open window are unchanged since the last backward(), or masters have
+/// taken them since.
+inline bool Accumulation::is_unchanged() const {
   return taken_ != detail::gradients_moved() ||
          (snapshot_.is_same(detail::walk_window(optimizer_)) &&
           !detail::ClipCalls::has_clipped(noted_at_, optimizer_));
@@ -273,7 +273,7 @@ inline bool Accumulation::is_as_left() const {
 
 inline Accumulation::Look Accumulation::look() const {
   if (window_->pending == 0) return {};
-  return {true, is_as_left(), detail::ScalerParts::ledger(scaler_).use.times_scaled(),
+  return {true, is_unchanged(), detail::ScalerParts::ledger(scaler_).use.times_scaled(),
           detail::Snapshot(detail::walk_window(optimizer_))};
 }
 
@@ -284,18 +284,19 @@ inline bool Accumulation::has_changed(const Look& before) const {
 inline void Accumulation::accept_scaled(const Look& before) {
   const detail::ScaleUse& use = detail::ScalerParts::ledger(scaler_).use;
   const bool may_be_scaled = use.times_scaled() > before.times_scaled || use.was_read();
-  if (!before.is_as_left || !may_be_scaled || !has_changed(before)) return;
-  // Where some are gone, as by zero_grad(), check_window() or warn_of_writes() tells of it.
+  if (!before.is_unchanged || !may_be_scaled || !has_changed(before)) return;
+  // If some gradients are gone, for example by zero_grad(), check_window() or warn_of_writes()
+  // reports it.
   const bool any_gone = std::ranges::any_of(before.gradients, &detail::TensorSnapshot::is_gone);
   if (!any_gone && detail::count_gradients(optimizer_) >= gradients_) note_gradients();
 }
 
 inline void Accumulation::warn_of_writes() {
-  if (warned_ || is_as_left()) return;
+  if (warned_ || is_unchanged()) return;
   warned_ = true;
   TORCH_WARN(terms_.backward, ": the gradients of ", window_->pending, " of ", micro_batches_,
-             " micro-batches were written to or replaced since the last call, as by a clip, "
-             "zero_grad(false) or a backward() beside ",
+             " micro-batches were written to or replaced since the last call, for example by a "
+             "clip, zero_grad(false) or a backward() outside of ",
              terms_.owner, ". Leave it out: ", terms_.owner, " clears gradients after its step. ",
              terms_.change, " This warning is given once.");
 }

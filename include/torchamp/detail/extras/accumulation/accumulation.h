@@ -29,7 +29,7 @@
 
 namespace torchamp::detail {
 
-/// What an Accumulation's messages name: its calls, and what the program has of it.
+/// The terms in an Accumulation's messages: its calls, and the remedies that the program has.
 struct AccumulationTerms {
   const char* backward = "Accumulation::backward";
   const char* flush = "Accumulation::flush";
@@ -39,16 +39,16 @@ struct AccumulationTerms {
   const char* send = "Call sync_gradients() in before_unscale().";
 };
 
-/// Throws for what no backward() can begin at.
+/// Throws for a tensor at which no backward() can begin.
 inline void check_is_loss(const at::Tensor& loss, const char* call) {
   TORCH_CHECK_VALUE(loss.numel() == 1 && loss.requires_grad(), call, ": the loss has ",
                     loss.numel(), " element(s), and requires_grad is ", loss.requires_grad(),
                     ". Pass one number that was computed from the parameters, with grad mode on.");
 }
 
-/// Throws for a loss that the scaler has scaled, and for one that was computed, by few ops, from
-/// such a loss, as a half of it is. Not for the latter if the program has read the scale, and may
-/// have divided by it.
+/// Throws for a loss that the scaler has scaled, and for a loss that was computed from a scaled
+/// loss by few ops, such as half of it. The latter is allowed if the program has read the scale,
+/// because it may have divided by it.
 inline void check_not_scaled(const at::Tensor& loss, const char* call, const StepLedger& ledger) {
   if (!loss.defined()) return;
   TORCH_CHECK_VALUE(!ScaledLoss::is_made_by(loss.grad_fn().get(), *ledger.backward), call,
@@ -59,24 +59,25 @@ inline void check_not_scaled(const at::Tensor& loss, const char* call, const Ste
     if (!node) return;
     TORCH_CHECK_VALUE(!ScaledLoss::is_made_by(node, *ledger.backward), call,
                       ": this loss was computed from one that has been scaled already, and its "
-                      "gradients would be too large by the scale. Give the loss as it was before "
-                      "scale(): it is scaled here.");
+                      "gradients would be too large by the scale. Pass the loss as it was before "
+                      "scale(): this call scales it.");
     if (ops == 3) return;
     for (const auto& edge : node->next_edges()) self(self, edge.function.get(), ops + 1);
   };
   search(search, loss.grad_fn().get(), 0);
 }
 
-/// What a reducer hangs at the node that accumulates the gradients of a parameter.
+/// A hook that a reducer attaches to the node that accumulates the gradients of a parameter.
 struct ReducerHook : torch::autograd::FunctionPostHook {
-  /// Whether the reducer has left them as they are on this process.
+  /// Whether the reducer has left the gradients local, without averaging.
   virtual bool has_left_local() const = 0;
 };
 
-/// Whether any reducer has ever done so.
+/// Whether any reducer has ever left gradients local.
 inline std::atomic<bool> any_has_left_local = false;
 
-/// Whether one has with those of a parameter, or of the weight whose master it is.
+/// Whether a reducer has left the gradient local of a parameter, or of the weight whose master it
+/// is.
 inline bool has_local_gradient(const at::Tensor& parameter) {
   const at::Tensor weight = narrow_of(parameter);
   const auto accumulator =
@@ -86,7 +87,7 @@ inline bool has_local_gradient(const at::Tensor& parameter) {
            return of_reducer && of_reducer->has_left_local();
          });
 }
-/// Warns of a step with such, unless `warned`, which it sets.
+/// Warns of a step with local gradients, unless `warned`, which it sets.
 inline void warn_of_local_gradients(const torch::optim::Optimizer& optimizer, const char* who,
                                     bool& warned, const char* remedy = AccumulationTerms().send) {
   if (warned || !any_has_left_local || !any_parameter(optimizer, has_local_gradient)) return;
@@ -116,9 +117,9 @@ inline StepResult no_step() {
   return ScalerParts::result(std::move(record));
 }
 
-/// Calls `f` with each tensor that may hold a gradient of the optimizer's window, until it returns
-/// true; whether it did: each parameter, the weight whose master it is, and weights of the model
-/// whose gradients were not sent to shards.
+/// Calls `f` with each tensor that may hold a gradient of the optimizer's window, until `f` returns
+/// true. Returns whether it did. The tensors are each parameter, the weight whose master it is, and
+/// weights of the model whose gradients were not sent to shards.
 template <class F>
 bool any_holder(const torch::optim::Optimizer& optimizer, const F& f) {
   const auto stops = [&f](const at::Tensor& tensor) { return tensor.defined() && f(tensor); };
@@ -151,13 +152,13 @@ inline void separate_window_gradients(const torch::optim::Optimizer& optimizer) 
   separator.separate();
 }
 
-/// Drops the gradients, and a clip of them that is left to the next step.
+/// Drops the gradients and a deferred clip of them.
 inline void clear_gradients(torch::optim::Optimizer& optimizer) {
   optimizer.zero_grad();
   if (DeferredClip* const clip = find_deferred_clip(optimizer)) clip->forget();
 }
 
-/// The window has its first gradients of this scaler, for `optimizer`.
+/// Records that the window has its first gradients of this scaler, for `optimizer`.
 inline void note_open(StepLedger& ledger, const std::shared_ptr<AccumulationWindow>& window,
                       const torch::optim::Optimizer& optimizer) {
   window->optimizer = OptimizerIdentity(optimizer);

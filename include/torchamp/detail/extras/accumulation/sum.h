@@ -29,11 +29,11 @@
 
 namespace torchamp::detail {
 
-/// Sums of an optimizer's gradients, to which a set of gradients is added or not as a flag on the
-/// device says: see Note [A conditional add].
+/// Sums of an optimizer's gradients. A flag on the device decides whether a set of gradients is
+/// added: see Note [A conditional add].
 class GradientSum {
  public:
-  /// Throws for gradients that cannot be summed, or not with what has been.
+  /// Throws for gradients that cannot be summed, or that do not fit the present sums.
   void check(const torch::optim::Optimizer& optimizer) const {
     check_parameters(optimizer, "backward");
     const std::vector<at::Tensor> parameters = all_parameters(optimizer);
@@ -42,20 +42,20 @@ class GradientSum {
       if (!gradient.defined()) continue;
       TORCH_CHECK_VALUE(gradient.layout() == at::kStrided, "Accumulation::backward: the gradient ",
                         gradient.sizes(), " has the layout ", gradient.layout(),
-                        ". Only dense gradients can be summed apart; leave .drop_bad out.");
+                        ". With .drop_bad gradients must be dense: leave .drop_bad out.");
       if (!has_sum(slot)) continue;
       const at::Tensor& sum = sums_[slot];
       TORCH_CHECK_VALUE(gradient.sizes() == sum.sizes() && gradient.device() == sum.device() &&
                             gradient.is_complex() == sum.is_complex(),
                         "Accumulation::backward: the gradient ", gradient.scalar_type(), ' ',
                         gradient.sizes(), " on ", gradient.device(), " of parameter ", slot,
-                        " cannot be added to those of the window, ", sum.scalar_type(), ' ',
+                        " cannot be added to the sum of the window, ", sum.scalar_type(), ' ',
                         sum.sizes(), " on ", sum.device(),
                         ". Change parameters between windows, or call discard().");
     }
   }
 
-  /// Throws if the parameters whose gradients have been summed are not where they were.
+  /// Throws if the parameters of the sums were removed, moved or reshaped.
   void check_parameters(const torch::optim::Optimizer& optimizer, const char* call) const {
     std::size_t found = 0, summed = 0;
     const std::vector<at::Tensor> parameters = all_parameters(optimizer);
@@ -71,13 +71,13 @@ class GradientSum {
                 "Change them between windows, or call discard().");
   }
 
-  /// Returns a function that adds a set of gradients; it has all memory for that. `found_inf` is
-  /// 0-dim fp32, 0 or 1; undefined: the gradients are added. A set without gradients counts as not
-  /// added.
+  /// Returns a function that adds a set of gradients; all memory is already allocated. `found_inf`
+  /// is 0-dim fp32, 0 or 1; if it is undefined, the gradients are added. A set without gradients
+  /// counts as not added.
   std::function<void()> prepared(const torch::optim::Optimizer& optimizer,
                                  const at::Tensor& found_inf) {
     const InternalOps guard;
-    GradientSum sum = *this;  // as it will be
+    GradientSum sum = *this;  // the next state
     std::vector<Batch> batches;
     const std::vector<at::Tensor> parameters = all_parameters(optimizer);
     sum.sums_.resize(std::max(sums_.size(), parameters.size()));
@@ -123,9 +123,9 @@ class GradientSum {
     return kept;
   }
 
-  /// Gives the parameters the mean over `kept` sets as their gradients, tensors apart from the
-  /// sums. Returns 0-dim fp32, 1 if no set was added or the mean is not finite: finite gradients
-  /// may add up to an inf. Undefined where no set came with a flag.
+  /// Sets the parameters' gradients to the mean over `kept` sets, in tensors separate from the
+  /// sums. Returns 0-dim fp32: 1 if no set was added, or if the mean is not finite (finite
+  /// gradients may add up to an inf). Undefined if no set had a flag.
   at::Tensor give_mean_to(torch::optim::Optimizer& optimizer, const ReadOnce<double>& kept) const {
     check_parameters(optimizer, "flush");
     const InternalOps guard;
@@ -177,7 +177,7 @@ class GradientSum {
 
     void take(const at::Tensor& sum, const at::Tensor& gradient) {
       at::Tensor added = gradient.to(sum.scalar_type()).resolve_conj().resolve_neg();
-      // The kernel goes through memory in order.
+      // The kernel processes elements in the order of memory.
       if (added.strides() != sum.strides()) added = at::empty_like(sum).copy_(added);
       sums.push_back(real(sum));
       gradients.push_back(real(added));
@@ -193,7 +193,7 @@ class GradientSum {
   }
 
   std::vector<at::Tensor> sums_;         // in the order of the parameters, if defined
-  std::vector<const void*> parameters_;  // whose they are
+  std::vector<const void*> parameters_;  // the parameter of each sum
   at::Tensor dropped_;                   // 0-dim fp32
   int64_t added_ = 0;                    // without a flag
   int64_t flagged_ = 0;

@@ -76,9 +76,10 @@ inline at::Tensor sharing(const at::Tensor& flat, int64_t offset, int64_t elemen
 /// The place of each shard of each weight or gradient; the same on all processes.
 class BucketLayout {
  public:
-  /// `width`: bytes of an element; `elements`: of all weights. Buckets are full at `bucket_bytes`
-  /// or an eighth of all, if that is more than 1 MiB: most is sent while backward runs, and few
-  /// bytes are in flight. The first bucket of each kind is full at 1 MiB, to be sent early.
+  /// `width`: bytes of an element; `elements`: of all weights. A bucket is full at `bucket_bytes`,
+  /// or at an eighth of all bytes, but at least at 1 MiB: most buckets are sent while backward
+  /// runs, and few bytes are in flight. The first bucket of each kind is full at 1 MiB, so that it
+  /// is sent early.
   BucketLayout(int64_t processes, int64_t bucket_bytes, std::size_t width, int64_t elements)
       : processes_(processes) {
     constexpr int64_t mebibyte = 1 << 20;
@@ -88,7 +89,7 @@ class BucketLayout {
     first_elements_ = std::min(bucket_elements_, mebibyte / bytes);
   }
 
-  /// Weights are added in the order in which backward probably reaches them. `dtype`: that of the
+  /// Add weights in the order in which backward probably reaches them. `dtype`: the dtype of the
   /// weight in the model.
   void add(std::string name, const at::Tensor& tensor, at::ScalarType dtype) {
     const TensorKind kind{tensor.device(), dtype};
@@ -172,7 +173,7 @@ class BucketLayout {
   std::vector<BucketShape> buckets_;
 };
 
-/// `tensor` itself if it is laid out as `like`; otherwise such a copy.
+/// `tensor` itself if it is laid out as `like`; otherwise a copy with this layout.
 inline at::Tensor laid_out_as(const at::Tensor& like, const at::Tensor& tensor) {
   if (tensor.strides() == like.strides() && tensor.is_non_overlapping_and_dense()) return tensor;
   at::Tensor copy =
@@ -195,11 +196,11 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
     for (const auto& [accumulator, hook] : accumulators_) accumulator->del_post_hook(hook);
   }
 
-  /// Whether the last forward was within no_sync().
+  /// Whether the last forward was under no_sync().
   std::atomic<bool> are_local = false;
 
-  /// Call once a shared_ptr holds it: registers for gradients in backward, behind hooks of the
-  /// masters' or of the program's own.
+  /// Call it when a shared_ptr holds this object: registers for gradients in backward, after hooks
+  /// of the masters and of the program.
   void hook() {
     for (std::size_t w = 0; w < parameters_.size(); ++w) {
       NodePtr accumulator = torch::autograd::impl::grad_accumulator(parameters_[w]);
@@ -248,7 +249,7 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
 
   // Implemented by derived classes; the mutex is locked.
 
-  /// Whether this pass sends the gradient of weight `w` that backward has made.
+  /// Whether this pass sends the gradient of weight `w`.
   virtual bool takes(std::size_t w) = 0;
   /// Whether the gradient belongs to a backward pass other than `task_`.
   virtual bool begins_anew(int task) const = 0;
@@ -263,7 +264,7 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
   /// Waits for all buckets, and distributes gradients to the weights used on any process.
   virtual void give_back(const std::vector<bool>& is_used) = 0;
 
-  /// Exchanges the gradients as they are.
+  /// Exchanges the present gradients.
   void run_now(bool find_unused) {
     {
       const std::lock_guard lock(mutex_);
@@ -282,8 +283,8 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
   const std::vector<at::Tensor> parameters_;  // by their places in the layout
   const bool find_unused_;
   std::mutex mutex_;
-  bool runs_ = false;  // a backward pass, and has not ended
-  int task_ = -1;      // which one
+  bool runs_ = false;  // whether a backward pass has not ended
+  int task_ = -1;      // the number of that pass
   std::vector<bool> is_ready_;
   std::vector<Bucket> buckets_;
 
@@ -309,7 +310,7 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
 
   void start(int task) {
     TORCH_CHECK(!runs_ || next_ == 0,
-                "backward: the previous one failed after it had sent some gradients, so the "
+                "backward: the previous backward failed after it had sent some gradients, so the "
                 "processes may be out of step. End them all and resume from a checkpoint.");
     for (std::size_t b = 0; b < buckets_.size(); ++b) {
       buckets_[b] = {layout_.buckets()[b].weights.size()};

@@ -39,8 +39,8 @@ decltype(auto) collective(const char* call, const F& f) {
   }
 }
 
-/// The device for exchanges of host data: the host if the group supports it, otherwise the current
-/// one of its devices, as with NCCL alone.
+/// The device for exchanges of host data: the host if the group supports it; otherwise, as with
+/// NCCL alone, the current device of the group's type.
 inline at::Device exchange_device(const c10d::ProcessGroup& group) {
   const std::vector<c10::Device> devices = group.getDeviceTypes();
   const auto is_cpu = [](const c10::Device& device) { return device.is_cpu(); };
@@ -48,10 +48,10 @@ inline at::Device exchange_device(const c10d::ProcessGroup& group) {
   return c10::impl::VirtualGuardImpl(devices[0].type()).getDevice();
 }
 
-// LibTorch renames c10d's collectives. A template asks for the new name first.
+// LibTorch renames c10d's collectives. A template tries the new name first.
 
-/// Starts to send part r of `from` to process r, and to fill part r of `to` with what r sends:
-/// vectors of equal parts.
+/// Starts to send part r of `from` to process r, and to receive part r of `to` from process r. Both
+/// are vectors of equal parts.
 template <class Group>
 c10::intrusive_ptr<c10d::Work> start_all_to_all(Group& group, at::Tensor& to, at::Tensor& from) {
   std::vector<int64_t> equal;
@@ -81,8 +81,8 @@ inline void reduce_over(const char* call, c10d::ProcessGroup& group, const at::T
   collective(call, [&] { group.allreduce(tensors, options)->wait(); });
 }
 
-/// Whether each is true on any process. Collective, through `device`, which it reads; `call` begins
-/// error messages.
+/// Whether each value is true on any process. Collective, by means of `device`, which it reads;
+/// `call` begins error messages.
 inline std::vector<bool> on_any_process(const char* call, c10d::ProcessGroup& group,
                                         const std::vector<bool>& here, c10::Device device) {
   at::Tensor flags = at::tensor(std::vector<int32_t>(here.begin(), here.end())).to(device);

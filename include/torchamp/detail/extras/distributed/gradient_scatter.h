@@ -31,8 +31,8 @@ namespace torchamp::detail {
 // adds what it receives in the order of the ranks, in fp32: bit for bit the sum of one process that
 // adds the same gradients in that order, with any backend. (It is a reduce_scatter made of an
 // all-to-all, with the same traffic. c10d's own leaves the order to the backend; Gloo builds it
-// from a full allreduce or, in older LibTorch, lacks it.) To bound memory at most two buckets are
-// in flight: the first is awaited before a third is sent.
+// from a full allreduce or, in older LibTorch, lacks it.) To limit memory, at most two buckets are
+// in flight: before a third is sent, backward waits for the first.
 
 /// Moves a model's gradients, as backward makes them, to the shards of its masters.
 class GradientScatter final : public GradientBuckets, public UnsentGradients {
@@ -78,7 +78,7 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
     if (!gradient.defined()) return false;
     TORCH_CHECK(gradient.layout() == at::kStrided, "backward: the gradient of '", name(w),
                 "' has the layout ", gradient.layout(),
-                ". ShardedMasterWeights take dense ones: for an embedding, sparse(false).");
+                ". ShardedMasterWeights need dense gradients: set sparse(false) for an embedding.");
     check_copied(w);
     has_unsent_ = !sends_;
     if (!sends_ && gradient.scalar_type() != at::kFloat) {
@@ -103,7 +103,7 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
                           [](const at::Tensor& to, const at::Tensor& from) { to.copy_(from); });
     parameters_[w].mutable_grad().reset();
   }
-  /// Also zeros for weights without a gradient in buckets with others.
+  /// Also writes zeros for weights without a gradient, if other weights of the bucket have one.
   void take_rest() override {
     for (std::size_t w = 0; w < shards_.size(); ++w) {
       if (is_ready_[w] || !gradient_of(w).defined()) continue;
@@ -181,7 +181,7 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
   std::vector<at::Tensor> shards_;
   std::vector<uint32_t> copied_;  // the versions of the shards whose values the model has
   bool sends_ = true;
-  bool has_unsent_ = false;  // a pass has left gradients, since one has sent
+  bool has_unsent_ = false;  // whether a pass under no_sync() has left gradients
 };
 
 }  // namespace torchamp::detail

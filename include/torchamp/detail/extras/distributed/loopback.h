@@ -91,7 +91,7 @@ inline Socket new_socket() {
   return ::socket(AF_INET, SOCK_STREAM, 0);
 #endif
 }
-inline constexpr int own_port = SO_REUSEADDR;  // also just after another run
+inline constexpr int own_port = SO_REUSEADDR;  // works even directly after another run
 
 #endif
 

@@ -41,7 +41,7 @@ inline at::Tensor without_repetition(at::Tensor tensor) {
   return tensor;
 }
 
-/// Of split weights, both halves.
+/// Copies tensors of process 0 to all processes; of split weights both halves.
 inline void broadcast(const char* call, const c10::intrusive_ptr<c10d::ProcessGroup>& group,
                       const std::vector<at::Tensor>& tensors, int root) {
   constexpr std::size_t together = 250 << 20;
@@ -55,7 +55,7 @@ inline void broadcast(const char* call, const c10::intrusive_ptr<c10d::ProcessGr
     all.push_back(in_memory_order(split->low).view(at::kByte));  // backends lack int16
     if (split->is_unwritten(tensor)) whole.push_back(tensor);
   }
-  for (const at::Tensor& tensor : tensors) {  // whose masters are alike as well
+  for (const at::Tensor& tensor : tensors) {  // their masters get the same values
     if (WeightMeta* const meta = weight_meta_of(tensor)) meta->same_writes -= version_of(tensor);
   }
   collective(call, [&] { c10d::broadcast_coalesced(group, all, together, root); });
@@ -77,7 +77,7 @@ class GradientAverages final : public GradientBuckets {
  public:
   using Named = std::vector<std::pair<std::string, at::Tensor>>;
 
-  /// `parameters`: the trained ones. `dtype` on the wire; unset: the gradients' own.
+  /// `parameters`: the trained ones. `dtype`: in which gradients are sent; unset: their own.
   GradientAverages(const Named& parameters, c10::intrusive_ptr<c10d::ProcessGroup> group,
                    std::optional<at::ScalarType> dtype, int64_t bucket_bytes, bool find_unused)
       : GradientBuckets("DistributedDataParallel", std::move(group),
@@ -88,7 +88,7 @@ class GradientAverages final : public GradientBuckets {
     for (const auto& main : averaged_) main->is_averaged = false;
   }
 
-  /// Once it is held by a shared_ptr.
+  /// Call it when a shared_ptr holds this object.
   void hook() {
     for (std::size_t w = parameters_.size(); w-- > 0;) {
       auto main = main_gradient_of(parameters_[w]);
@@ -110,7 +110,7 @@ class GradientAverages final : public GradientBuckets {
     is_armed_ = true;
   }
 
-  /// Averages the gradients as they are; those that only other processes have, too.
+  /// Averages the present gradients, including gradients that only other processes have.
   void average_now() {
     runs_ = is_armed_ = false;
     run_now(/*find_unused=*/true);
@@ -126,7 +126,7 @@ class GradientAverages final : public GradientBuckets {
     for (const auto& [name, parameter] : parameters) elements += parameter.numel();
     BucketLayout layout(/*processes=*/1, bytes, c10::elementSize(dtype.value_or(at::kFloat)),
                         elements);
-    for (std::size_t i = parameters.size(); i-- > 0;) {  // backward comes to the last ones first
+    for (std::size_t i = parameters.size(); i-- > 0;) {  // backward reaches the last ones first
       const auto& [name, parameter] = parameters[i];
       layout.add(name, parameter, dtype.value_or(dtype_of_gradient(parameter)));
     }
@@ -171,7 +171,7 @@ class GradientAverages final : public GradientBuckets {
       const at::Tensor gradient = owner_of(w).grad();
       TORCH_CHECK(gradient.layout() == at::kStrided, "DistributedDataParallel: the gradient of '",
                   name(w), "' has the layout ", gradient.layout(),
-                  ". Only dense ones are averaged: for an embedding, sparse(false).");
+                  ". Only dense gradients are averaged: set sparse(false) for an embedding.");
       copies.add(to, gradient);
     }
     copies.copy();
@@ -201,11 +201,11 @@ class GradientAverages final : public GradientBuckets {
     is_new_.assign(parameters_.size(), false);
   }
 
-  /// If the sum could exceed the dtype's range.
+  /// Whether to divide before the sum, because the sum could exceed the dtype's range.
   bool divides_first(std::size_t b) const { return layout_.buckets()[b].dtype == at::kHalf; }
 
   bool is_armed_ = false;
-  std::vector<bool> is_new_;  // what backward has made, within no_sync() too, since an exchange
+  std::vector<bool> is_new_;  // gradients that backward has made since the last exchange
   std::vector<std::shared_ptr<MainGradient>> averaged_;
 };
 

@@ -85,7 +85,7 @@ class ShardGroup final : public StoredShards {
     const InternalOps internal;
     at::Tensor mine = own.reshape({1});
     at::Tensor norms = all_gathered("clip_grad_norm_", mine);
-    // Divided by the largest, so powers stay within fp32.
+    // Divided by the largest, so powers do not overflow fp32.
     const at::Tensor largest = norms.max().clamp_min_(1e-30);
     return at::linalg_vector_norm(norms.div_(largest), norm_type).mul_(largest);
   }

@@ -46,7 +46,7 @@ inline ShardedMasterWeights::ShardedMasterWeights(std::shared_ptr<torch::nn::Mod
   }
   detail::BucketLayout layout(group->getSize(), options_.bucket_bytes, c10::elementSize(wire),
                               elements);
-  for (std::size_t w = weights_.size(); w-- > 0;) {  // backward comes to the last ones first
+  for (std::size_t w = weights_.size(); w-- > 0;) {  // backward reaches the last ones first
     Weight& weight = weights_[w];
     const at::Tensor& parameter = weight.parameter;
     if (!parameter.requires_grad() || parameter.numel() == 0) continue;
@@ -113,7 +113,7 @@ inline void ShardedMasterWeights::make_shards() {
         at::device(bucket.device).dtype(is_split(bucket) ? at::kShort : at::kFloat);
     shares_.push_back(at::zeros({bucket.slot}, options));
   }
-  std::vector<at::Tensor> narrow;  // what the model's weights become, once there is all of it
+  std::vector<at::Tensor> narrow;  // the model's new weights; stored when all exist
   for (Weight& weight : weights_) {
     const at::Tensor& parameter = weight.parameter;
     const at::Tensor value = parameter.variable_data();
@@ -216,7 +216,7 @@ inline void ShardedMasterWeights::check_stepped(const std::string& call) const {
               "sync_gradients() before the step, or drop them by the model's zero_grad().");
   TORCH_CHECK(has_optimizer || !has_gradient, call,
               ": no optimizer is known to treat each element of the shards independently. Use a "
-              "fused one or a GradScaler, or call check_optimizer() with LibTorch's own.");
+              "fused optimizer or a GradScaler, or call check_optimizer() with your optimizer.");
 }
 
 inline void ShardedMasterWeights::copy_to_model() {

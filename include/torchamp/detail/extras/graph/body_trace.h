@@ -28,14 +28,14 @@
 namespace torchamp::detail {
 
 // Note [What a replay cannot see]
-// A replay repeats what the capture has done: the same ops, with the same numbers, on the same
-// memory. A body that takes something else from the host in each call (a number that it was given
-// by reference, a tensor of this batch, a branch) is replayed as it was. So the ops that the body
-// calls itself with gradients on until the first backward pass of a device are noted in the last
-// warm-up and in the capture, and compared. What an op calls in turn is not looked at (casts, say,
-// which a cache may have made before), nor is what clears gradients.
+// A replay repeats the capture: the same ops, with the same numbers, on the same memory. If a body
+// reads other values from the host in each call (a number by reference, a tensor of this batch, a
+// branch), the replay uses the values of the capture. So the ops of the last warm-up and of the
+// capture are recorded and compared: the ops that the body calls itself, with gradients on, until
+// the first backward pass of a device. Ops inside these ops are not compared (a cache may have made
+// a cast before), nor are ops that clear gradients.
 
-/// Notes the ops of a body's forward pass: see Note [What a replay cannot see].
+/// Records the ops of a body's forward pass: see Note [What a replay cannot see].
 class BodyTrace final : public Observer {
  public:
   explicit BodyTrace(c10::DeviceType device) : device_(device) {}
@@ -53,7 +53,7 @@ class BodyTrace final : public Observer {
     return "it calls " + longer[count].name + " in one call and not in another";
   }
 
-  /// Memory of the device that was read and is still there.
+  /// Memory of the device that the body has read and that is still allocated.
   std::vector<WeakMemory> outer_memory() const {
     std::vector<WeakMemory> there;
     for (const auto& [address, memory] : outer_) {
@@ -157,7 +157,7 @@ class BodyTrace final : public Observer {
 
   c10::DeviceType device_;
   std::thread::id thread_ = std::this_thread::get_id();
-  std::atomic<bool> has_backward_begun_ = false;  // on a thread of LibTorch's
+  std::atomic<bool> has_backward_begun_ = false;  // on a thread of LibTorch
   int depth_ = 0;
   std::vector<Step> steps_;
   std::unordered_map<const c10::TensorImpl*, WeakTensor> inner_;   // which ops have made

@@ -38,8 +38,8 @@
 namespace torchamp::detail {
 
 // Note [States of a captured iteration]
-// A CudaGraph has an iteration for each combination of its inputs' shapes and dtypes, and of micro-
-// batch n of a window.
+// A CudaGraph has an iteration for each combination of its inputs' shapes, their dtypes and the
+// number of the micro-batch in a window.
 //
 //   warming   runs eagerly, on the stream of its graphs. The last warm-up is searched for what a
 //             graph cannot hold.
@@ -48,11 +48,11 @@ namespace torchamp::detail {
 //   eager     for good, with .when_possible: the warm-up found something, the capture failed, or
 //             what the body took from the host has changed.
 //
-// Each call ends in one of them; a call that throws leaves the state that was before.
+// Each call ends in one of these states. A call that throws does not change the state.
 //
-// The graph of a micro-batch adds to the gradients that the one before it has left. It is captured
-// directly after that one was replayed, and replayed where they are the parameters' gradients;
-// otherwise (that one ran eagerly) it runs eagerly, too.
+// The graph of a micro-batch adds to the gradients of the previous micro-batch's graph. It is
+// captured directly after the previous graph was replayed. It is replayed only if the parameters
+// have the gradients of that graph; if the previous micro-batch ran eagerly, it also runs eagerly.
 
 /// One iteration of a CudaGraph: see Note [States of a captured iteration].
 class CapturedIteration {
@@ -66,28 +66,29 @@ class CapturedIteration {
         inputs_(device) {}
 
   std::int64_t micro_batch() const { return micro_batch_; }
-  /// Whether `batch` has the shapes and dtypes of this, for the same type of function.
+  /// Whether `batch` has the shapes and dtypes of this iteration, for the same type of function.
   bool is_for(const Tensors& batch, const CapturedCall& call) const {
     return micro_batch_ == call.micro_batch && is_of(call.function) && inputs_.fit(batch);
   }
-  /// An error that says why it is not.
+  /// Throws an error with the reason if is_for() is false.
   void check(const Tensors& batch, const CapturedCall& call) const {
     inputs_.check(batch);
     TORCH_CHECK(is_of(call.function),
                 "TrainingStep: the function is another one than in the first call, and a replay "
                 "would not call it. Pass the same lambda expression in each call, or set "
-                "CudaGraphOptions::shapes, since each has its own graph.");
+                "CudaGraphOptions::shapes, so that each function has its own graph.");
   }
 
   bool is_captured() const { return captured_; }
-  /// Whether the next call captures, if there is room.
+  /// Whether the next call captures, if the number of graphs allows it.
   bool may_capture() const { return !captured_ && !eager_ && warmed_up_ >= work_.warmup; }
   /// When it was called: the latest time, and the first of the latest `warmup`.
   std::int64_t last_call() const { return calls_.empty() ? 0 : calls_.back(); }
   std::int64_t first_of_latest() const { return calls_.empty() ? 0 : calls_.front(); }
 
   /// Runs an iteration at `now`, and returns whether it was replayed. `prepared`: the optimizers
-  /// step as before; `may_capture`: there is room, and the micro-batch before this was replayed.
+  /// step as before; `may_capture`: the number of graphs allows a capture, and the previous
+  /// micro-batch was replayed.
   bool run(const Tensors& batch, const CapturedCall& call, bool prepared, bool may_capture,
            std::int64_t now);
 
@@ -98,7 +99,7 @@ class CapturedIteration {
     before_ = after_ = GradientList();
     recorder_->reset();
   }
-  /// Lets go of the gradients that the graph has made, before another graph's replay.
+  /// Drops the gradients that the graph has made, before another graph's replay.
   void drop_gradients() {
     for (const auto& [parameter, gradient] : gradients_) {
       if (gradient.is(gradient_of(parameter))) parameter.mutable_grad().reset();
@@ -121,13 +122,13 @@ class CapturedIteration {
     kept_.clear();
     return false;
   }
-  bool is_as_seen() const;
+  bool is_unchanged() const;
   std::vector<double> rates() const;
   void note_call(std::int64_t now) {
     calls_.push_back(now);
     if (static_cast<std::int64_t>(calls_.size()) > work_.warmup) calls_.erase(calls_.begin());
   }
-  /// Goes on eagerly for good, or throws.
+  /// From now on runs eagerly, or throws.
   void refuse(const std::string& why) {
     forget_capture();
     TORCH_CHECK(work_.when_possible, why);
@@ -165,7 +166,7 @@ class CapturedIteration {
   int freed_ = 0;
 };
 
-/// The learning rates, but not those of optimizers with CapturedStep, which look after them.
+/// The learning rates, except of optimizers with CapturedStep, which handle their own.
 inline std::vector<double> CapturedIteration::rates() const {
   std::vector<double> rates;
   for (torch::optim::Optimizer& optimizer : work_.optimizers) {
@@ -175,8 +176,8 @@ inline std::vector<double> CapturedIteration::rates() const {
   return rates;
 }
 
-/// Whether modes, weights and learning rates are as in the last call of the body.
-inline bool CapturedIteration::is_as_seen() const {
+/// Whether modes, weights and learning rates are unchanged since the last call of the body.
+inline bool CapturedIteration::is_unchanged() const {
   return (!captured_ || rates() == rates_) && seen_.hold() &&
          with_gradients_ == at::GradMode::is_enabled() &&
          in_inference_ == c10::InferenceMode::is_enabled();
@@ -188,7 +189,7 @@ inline bool CapturedIteration::run(const Tensors& batch, const CapturedCall& cal
   note_call(now);
   if (eager_) return run_eagerly();
   const auto is_gone = [](const auto& made) { return made.expired(); };
-  if (!prepared || warmed_up_ < work_.warmup || !is_as_seen() ||
+  if (!prepared || warmed_up_ < work_.warmup || !is_unchanged() ||
       std::ranges::any_of(made_eagerly_, is_gone) || reads_memory_that_is_gone()) {
     if (eager_) return run_eagerly();
     forget_capture();
@@ -257,7 +258,7 @@ inline bool CapturedIteration::warm_up() {
       call_body(/*in_capture=*/false);
     }
     access = watch.first();
-    if (warmed_up_ > 0) warm_up_trace_ = trace;  // the first one may have made what others use
+    if (warmed_up_ > 0) warm_up_trace_ = trace;  // the first one may create objects for all
   });
   kept_.clear();
   if (!refusal_.empty()) {
@@ -275,7 +276,8 @@ inline bool CapturedIteration::warm_up() {
 }
 
 /// Whether the graph reads memory that the program has freed. The first time, the iteration is
-/// captured again with what it reads now; the second time it is told, or goes on eagerly.
+/// captured again with the present memory. The second time it is an error; with when_possible the
+/// iteration runs eagerly.
 inline bool CapturedIteration::reads_memory_that_is_gone() {
   const auto is_gone = [](const WeakMemory& memory) { return memory.is_gone(); };
   if (!captured_ || std::ranges::none_of(outer_memory_, is_gone)) return false;
@@ -289,7 +291,7 @@ inline bool CapturedIteration::reads_memory_that_is_gone() {
   return true;
 }
 
-/// Tells if the capture has taken something else from the host than the warm-up before it.
+/// Warns if the capture has read other values from the host than the last warm-up.
 inline void CapturedIteration::compare_with_warm_up(const BodyTrace& trace) {
   if (!warm_up_trace_) return;
   const std::string difference = warm_up_trace_->difference(trace);
@@ -299,15 +301,15 @@ inline void CapturedIteration::compare_with_warm_up(const BodyTrace& trace) {
       "captured: " +
       difference + ".";
   if (work_.when_possible) return refuse(text);
-  if (!std::exchange(work_.warned, true)) TORCH_WARN(text, " This is said once.");
+  if (!std::exchange(work_.warned, true)) TORCH_WARN(text, " This warning is given once.");
 }
 
 // Note [Weight casts and capture]
 // LibTorch's autocast cache may hold a weight's cast from before the capture, in memory that
-// replays do not write: a captured iteration that used it would train with old weights. And a cast
-// made in the capture has no value until the first replay. So the cache is emptied before and
-// after. Inside, the end of a guard empties it as usual, and each replay repeats the casts, as each
-// eager iteration does.
+// replays do not write. If a captured iteration used it, it would train with old weights. And a
+// cast made in the capture has no value until the first replay. So the cache is emptied before and
+// after the capture. Inside, the end of a guard empties it as usual, so each replay repeats the
+// casts, as each eager iteration does.
 inline void CapturedIteration::capture(const CapturedCall& call) {
   const EmptyCastCache without_earlier_casts;
   const DerivedWeights::Suspension no_casts_are_kept(derived_weights());
@@ -333,7 +335,7 @@ inline void CapturedIteration::capture(const CapturedCall& call) {
   for (const auto& state : states_) recorder_->run([&] { state->settle(); });
   const GradientList left = before_;
   // After a failure the device has executed nothing of the body: its gradients have no values, and
-  // its step was not made, which only the device knows.
+  // its step was not taken. Only the device has this fact, so a possible step is recorded.
   auto forget = c10::make_scope_exit([&] {
     work_.outputs = {};
     for_each_new_gradient(
@@ -351,13 +353,13 @@ inline void CapturedIteration::capture(const CapturedCall& call) {
   forget.release();
   captured_ = true;
   if (call.in_window) after_ = GradientList(work_);
-  if (micro_batch_ == 0) before_ = GradientList();  // which it has cleared
+  if (micro_batch_ == 0) before_ = GradientList();  // the body has cleared them
   for_each_new_gradient([&](const at::Tensor& parameter, const at::Tensor& gradient) {
     if (gradient.defined()) gradients_.emplace_back(parameter, gradient);
   });
 }
 
-/// Why it failed; empty if it did not.
+/// Why the capture failed; empty if it did not.
 inline std::string CapturedIteration::record() {
   const auto trace = std::make_shared<BodyTrace>(recorder_->device_type());
   try {

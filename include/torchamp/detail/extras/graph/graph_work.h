@@ -22,14 +22,14 @@ namespace torchamp::detail {
 
 using Tensors = std::vector<at::Tensor>;
 
-/// What all iterations of a CudaGraph share.
+/// Data that all iterations of a CudaGraph share.
 struct GraphWork {
   std::vector<std::reference_wrapper<torch::optim::Optimizer>> optimizers;
   std::function<BodyResult(const Tensors&)> body;
   std::vector<Model> models;
   std::int64_t warmup = 1;
   bool when_possible = false;
-  bool warned = false;  // of a difference, or of going on eagerly
+  bool warned = false;  // of a difference, or that iterations run eagerly
   BodyResult outputs = {};
 
   void call(const Tensors& inputs) {
@@ -41,18 +41,19 @@ struct GraphWork {
     outputs = std::move(made);
   }
 
-  /// Says once why it goes on eagerly; `why` may begin with the name of the class.
+  /// Warns once that iterations run eagerly, with the reason; `why` may begin with the name of the
+  /// class.
   void warn_of_eager(std::string why) {
     if (std::exchange(warned, true)) return;
     constexpr const char* name = "CudaGraph: ";
     if (why.starts_with(name)) why.erase(0, std::string(name).size());
-    TORCH_WARN("CudaGraph: iterations go on eagerly, with the same results: ", why,
-               " This is said once; without .when_possible it is an error.");
+    TORCH_WARN("CudaGraph: iterations run eagerly, with the same results: ", why,
+               " This warning is given once; without .when_possible it is an error.");
   }
 };
 
 /// The gradients of all parameters at one moment. Graphs of micro-batches add to the same memory in
-/// each window: what one has left must be there when the next is replayed.
+/// each window, so the parameters must still have these gradients when the next graph is replayed.
 class GradientList {
  public:
   GradientList() = default;
@@ -70,7 +71,7 @@ class GradientList {
     }
   }
 
-  /// Whether they are the parameters' gradients now.
+  /// Whether they are the parameters' present gradients.
   bool are_attached() const {
     return std::ranges::all_of(gradients_, [](const auto& one) {
       return gradient_of(one.first).unsafeGetTensorImpl() == one.second.unsafeGetTensorImpl();

@@ -48,7 +48,7 @@ class StaticInputs {
 
   const std::vector<at::Tensor>& tensors() const { return tensors_; }
 
-  /// Whether `batch` has the shapes and dtypes of these, and may be copied in.
+  /// Whether `batch` has the same shapes and dtypes, and may be copied in.
   bool fit(const std::vector<at::Tensor>& batch) const {
     if (!allocated_) return false;
     return std::ranges::equal(
@@ -59,7 +59,8 @@ class StaticInputs {
         });
   }
 
-  /// An error that says why not. Before the first batch, shapes and dtypes are free.
+  /// Throws an error with the reason if it does not fit. The first batch may have any shapes and
+  /// dtypes.
   void check(const std::vector<at::Tensor>& batch) const {
     TORCH_CHECK_VALUE(!allocated_ || batch.size() == tensors_.size(), "CudaGraph: ", batch.size(),
                       " inputs, but the first call had ", tensors_.size(),
@@ -171,8 +172,7 @@ class HostAccess final : public Observer {
   std::string first_;
 };
 
-/// While it lives, looks for host accesses by ops of the calling thread and of the backward workers
-/// that it starts.
+/// While it lives, detects host accesses by ops of the calling thread and of its backward workers.
 class HostAccessWatch {
  public:
   explicit HostAccessWatch(at::DeviceType device)

@@ -42,7 +42,7 @@ namespace torchamp::detail {
 #if TORCHAMP_CUDA_GRAPHS
 
 /// The memory of graphs that are replayed in turn. LibTorch drops a pool with the last of its
-/// graphs, and takes no others into it afterwards.
+/// graphs, and does not add graphs to it afterwards.
 class SharedPool {
  public:
   using Pool = decltype(at::cuda::graph_pool_handle());
@@ -63,7 +63,7 @@ class CudaDeviceGraph final : public DeviceGraph {
   CudaDeviceGraph(c10::Device device, std::shared_ptr<const SharedPool::Pool> pool)
       : device_(device), pool_(std::move(pool)), graph_(std::make_unique<at::cuda::CUDAGraph>()) {}
 
-  /// Only this thread's calls are restricted: one that loads data may use CUDA meanwhile.
+  /// Restricts only this thread's calls: a thread that loads data may use CUDA meanwhile.
   void begin() override { graph_->capture_begin(*pool_, cudaStreamCaptureModeThreadLocal); }
   void end() override { graph_->capture_end(); }
   void replay() override { graph_->replay(); }
@@ -72,9 +72,9 @@ class CudaDeviceGraph final : public DeviceGraph {
     pool_.reset();
   }
 
-  /// LibTorch's destructor does not end a capture. If CUDA invalidates the capture, LibTorch's
-  /// capture_end() leaves the allocators set to ask this graph which allocations are its own, at
-  /// the latest in the next capture: they must be reset before it is destroyed.
+  /// LibTorch's destructor does not end a capture. If CUDA invalidates the capture, then after
+  /// LibTorch's capture_end() the allocators still call this graph to find its allocations, at the
+  /// latest in the next capture. So they must be reset before the graph is destroyed.
   void abandon() noexcept override {
     if (!attempt([&] { graph_->capture_end(); })) {
       attempt([&] {
@@ -87,14 +87,14 @@ class CudaDeviceGraph final : public DeviceGraph {
     }
     graph_.reset();
     pool_.reset();
-    // The thread still has the error of the earlier capture, which the next op would report as its
-    // own. LibTorch's check clears what it reports; cudaGetLastError() itself would have to be
-    // linked.
+    // The thread still has the error of the failed capture, which the next op would report as its
+    // own. LibTorch's check clears the error that it reports. (cudaGetLastError() itself would have
+    // to be linked.)
     attempt([] { C10_CUDA_CHECK(cudaErrorIllegalState); });
   }
 
  private:
-  /// Some versions of LibTorch give a graph a pool of the host's memory, too.
+  /// Some versions of LibTorch also give a graph a pool of host memory.
   template <class Allocator, class Pool>
   static void leave_pool(Allocator& allocator, const Pool& pool) {
     if constexpr (requires { allocator.end_allocate_to_pool(pool); }) {
@@ -112,13 +112,13 @@ class CudaDeviceGraph final : public DeviceGraph {
 
 #if TORCHAMP_REGISTERED_GRAPHS
 
-/// A graph of any device that has told LibTorch of its own.
+/// A graph of any device that has registered its graphs with LibTorch.
 class RegisteredGraph final : public DeviceGraph {
  public:
   explicit RegisteredGraph(std::unique_ptr<at::GraphImplInterface> graph)
       : graph_(std::move(graph)) {}
 
-  /// Only this thread's calls are restricted: one that loads data may use the device meanwhile.
+  /// Restricts only this thread's calls: a thread that loads data may use the device meanwhile.
   void begin() override { graph_->capture_begin({0, 0}, at::GraphCaptureMode::ThreadLocal); }
   void end() override { graph_->capture_end(); }
   void replay() override { graph_->replay(); }
@@ -143,8 +143,8 @@ inline bool has_registered_graphs([[maybe_unused]] c10::DeviceType device) {
 #endif
 }
 
-/// The recorder for `device`. An error if it has no graphs, or if it is CUDA and this program was
-/// compiled without CUDA's headers, or with other ones than LibTorch.
+/// The recorder for `device`. Errors: a device without graphs; CUDA, if this program was compiled
+/// without CUDA's headers or with other headers than LibTorch.
 inline std::unique_ptr<GraphRecorder> make_graph_recorder(c10::Device device) {
   StreamRecorder::MakeGraph make_graph;
   if (device.is_cuda()) {

@@ -24,7 +24,7 @@
 
 namespace torchamp::detail {
 
-/// Interface that records a piece of work once and repeats it. CudaGraph's tests implement it, too.
+/// Interface that records a piece of work once and repeats it. CudaGraph's tests also implement it.
 class GraphRecorder {
  public:
   virtual ~GraphRecorder() = default;
@@ -39,13 +39,13 @@ class GraphRecorder {
   /// recording. If `work` throws, there is no recording, and the device is unchanged.
   virtual void record(const std::function<void()>& work) = 0;
 
-  /// Does what was recorded. Does not wait for the end of it.
+  /// Repeats the recorded work. Does not wait for its end.
   virtual void replay() = 0;
 
   /// Lets go of the recording and its memory.
   virtual void reset() = 0;
 
-  /// A recorder on the same stream, whose recordings share their memory with this one's: they are
+  /// A recorder on the same stream, whose recordings share memory with this recorder's: they are
   /// replayed in turn.
   virtual std::unique_ptr<GraphRecorder> another() const = 0;
 };
@@ -56,8 +56,8 @@ class DeviceGraph {
  public:
   virtual ~DeviceGraph() = default;
 
-  /// From here on records the work of the current device's current stream without executing it. Its
-  /// allocations belong to the graph while it lives.
+  /// From now on records the work of the current device's current stream without executing it. Its
+  /// allocations belong to the graph while the graph lives.
   virtual void begin() = 0;
 
   /// Ends the recording and prepares it for replay.
@@ -66,7 +66,7 @@ class DeviceGraph {
   /// Drops a recording that an exception interrupted, or that end() refused.
   virtual void abandon() noexcept = 0;
 
-  /// Does what was recorded, on the current stream. Does not wait for the end of it.
+  /// Repeats the recorded work on the current stream. Does not wait for its end.
   virtual void replay() = 0;
 
   /// Lets go of the recording and its memory.
@@ -129,7 +129,7 @@ class OwnStream {
     TORCH_CHECK(false, "CudaGraph: ", taken.size(),
                 " graphs exist and use all of LibTorch's streams for ", device,
                 ". Destroy one before you make another.");
-    return c10::Stream(c10::Stream::DEFAULT, device);  // not reached, which GCC does not see
+    return c10::Stream(c10::Stream::DEFAULT, device);  // not reached, but GCC warns without it
   }
 
   c10::Stream stream_;
@@ -145,7 +145,8 @@ class StreamRecorder final : public GraphRecorder {
   ~StreamRecorder() override {
     try {
       reset();
-    } catch (const std::exception&) {  // at the program's end the device may be gone before this is
+    } catch (const std::exception&) {  // at the program's end the device may be destroyed before
+                                       // this object
       (void)graph_.release();
     }
   }
@@ -159,7 +160,7 @@ class StreamRecorder final : public GraphRecorder {
       const c10::StreamGuard on_side(side_->get());
       work();
     } catch (...) {
-      order(side_->get(), caller);  // what was done is there
+      order(side_->get(), caller);  // the caller's stream waits for the work
       throw;
     }
     order(side_->get(), caller);
@@ -169,7 +170,7 @@ class StreamRecorder final : public GraphRecorder {
     const c10::DeviceGuard on_device(device_);
     reset();
     backend().synchronizeDevice(device_.index());
-    empty_cache();  // what the eager iterations leave would lie idle
+    empty_cache();  // else memory of the eager iterations would be unused
     const c10::StreamGuard on_side(side_->get());
     auto graph = make_graph_(device_);
     try {
@@ -193,7 +194,7 @@ class StreamRecorder final : public GraphRecorder {
   }
 
   void reset() override {
-    if (graph_) graph_->reset();  // which may throw, as a destructor may not
+    if (graph_) graph_->reset();  // here, because it may throw and a destructor must not
     graph_.reset();
   }
 

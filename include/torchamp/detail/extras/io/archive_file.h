@@ -28,12 +28,12 @@ namespace torchamp::detail {
 
 // Note [Atomic files]
 // A file is written under another name in the same folder, flushed to the disk, and renamed
-// atomically; then the folder is flushed. Whenever the process or the machine stops, either the old
-// file or the new one is complete. A killed process leaves the other file behind; the next
-// writer detects and removes it. The new file gets the old one's mode, access list and owner;
+// atomically; then the folder is flushed. Whenever the process or the machine stops, a complete
+// file remains, the old or the new one. A killed process may leave an unfinished file; the next
+// writer detects and removes it. The new file gets the mode, access list and owner of the old file;
 // before that only its writer can access it. See Note [Files of two systems].
 
-/// A file that replaces `path` at commit(), and is removed without.
+/// A file that replaces `path` at commit(), and is removed without commit().
 class AtomicFile {
  public:
   /// `call` is the public function that errors name.
@@ -62,8 +62,8 @@ class AtomicFile {
     if (!committed_) OpenFile::remove(partial_);
   }
 
-  /// Writes all of it. commit() throws errors: LibTorch's writer, which calls this, ends the
-  /// process if its output throws or takes too little.
+  /// Writes all data. Errors are thrown by commit(): LibTorch's writer, which calls this, ends the
+  /// process if its output throws or writes too little.
   std::size_t write(const void* data, std::size_t size) {
     if (!error_ && !file_.write(data, size)) error_ = last_error();
     return size;
@@ -81,9 +81,9 @@ class AtomicFile {
   }
 
  private:
-  /// With what the names of unfinished files begin. A long name is cut, to leave room for a number:
-  /// systems allow 255 bytes (Windows: as many of its characters). Two files may then have the same
-  /// unfinished names, of which each writer has locked its own.
+  /// The beginning of the names of unfinished files. A long name is cut, so that a number fits:
+  /// systems allow 255 bytes (Windows: 255 of its characters). Two files may then share the
+  /// unfinished names; each writer locks its own unfinished file.
   std::filesystem::path partial_prefix() const {
     constexpr std::size_t longest = 235;
     std::filesystem::path::string_type name = path_.filename().native();
@@ -142,7 +142,7 @@ class AtomicFile {
   bool committed_ = false;
 };
 
-/// Replaces a file by these bytes, as a whole or not at all. `call` begins error messages.
+/// Replaces a file by these bytes, completely or not at all. `call` begins error messages.
 inline void replace_file(const char* call, const std::string& path, std::string_view bytes) {
   AtomicFile file(path, call);
   file.write(bytes.data(), bytes.size());
@@ -154,7 +154,7 @@ inline void replace_file(const char* call, const std::string& path, std::string_
 /// An open file: the same file at each read, even if its name is replaced.
 class FileReader final : public caffe2::serialize::ReadAdapterInterface {
  public:
-  /// Throws where there is no such file.
+  /// Throws if there is no such file.
   explicit FileReader(const std::filesystem::path& path) : file_(OpenFile::to_read(path)) {
     TORCH_CHECK(file_.is_open(), "it cannot be opened: ", last_error().message(), '.');
     const auto size = file_.size();
@@ -171,7 +171,7 @@ class FileReader final : public caffe2::serialize::ReadAdapterInterface {
   std::size_t size_ = 0;
 };
 
-/// A stream from its first byte to its last, also one whose states are exceptions.
+/// A stream from its first byte to its last, even if the stream throws exceptions at errors.
 class StreamReader final : public caffe2::serialize::ReadAdapterInterface {
  public:
   explicit StreamReader(std::istream& in) : buffer_(in.rdbuf()) {
@@ -256,20 +256,20 @@ inline bool is_sealed(const ArchiveBytes& archive) {
   return size >= seal_size && read_bytes(archive, size - seal_size, seal_name.size()) == seal_name;
 }
 
-/// Throws if a LibTorch archive was altered: by its seal, or without one by the CRCs of the format,
-/// see Note [Damaged zip files]. Reads all of it.
+/// Throws if a LibTorch archive was altered. Checks its seal or, without a seal, the CRCs of the
+/// format, see Note [Damaged zip files]. Reads the whole archive.
 inline void check_archive(const ArchiveBytes& archive) {
   if (!is_sealed(archive)) return ZipCheck::check(archive);
   const uint64_t end = archive->size() - 16;
   TORCH_CHECK(read_bytes(archive, end, 16) == hexadecimal(sum_of<Checksum>(archive, 0, end)),
-              "it is damaged: its bytes are not those that were written.");
+              "it is damaged: its bytes have changed since it was written.");
 }
 
 // Note [Devices in archives]
 // LibTorch loads a tensor to the device from which it was saved, which this machine may lack. The
 // pickle of an archive has that device's name with each storage, as a string: 'X', the length in
-// four bytes, the text. Another such string (a key "cuda:1", say) is mistaken for one, which is
-// harmless: the tensors are then loaded through the host.
+// four bytes, the text. Another such string (for example a key "cuda:1") is mistaken for a device,
+// which is harmless: the tensors are then loaded through the host.
 
 /// Whether a text names a device with an index that this process lacks.
 inline bool is_missing_device(std::string_view text) {
@@ -281,8 +281,8 @@ inline bool is_missing_device(std::string_view text) {
   }
 }
 
-/// The device for loading an archive's tensors: unset for their saved ones, the CPU if one of these
-/// is missing. See Note [Devices in archives].
+/// The device for loading an archive's tensors. Unset: their saved devices. If one of these is
+/// missing, the CPU. See Note [Devices in archives].
 inline std::optional<at::Device> device_for(const ArchiveBytes& archive) {
   caffe2::serialize::PyTorchStreamReader reader(archive);
   if (!reader.hasRecord("data.pkl")) return std::nullopt;

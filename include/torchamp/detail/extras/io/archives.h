@@ -44,7 +44,7 @@
 
 namespace torchamp::detail {
 
-/// Writes what torch::nn::Module::save writes, with value_of(parameter) for each parameter.
+/// Writes the archive of torch::nn::Module::save, with value_of(parameter) for each parameter.
 template <class ValueOf>
 void write_module(const torch::nn::Module& module, torch::serialize::OutputArchive& archive,
                   const ValueOf& value_of) {
@@ -78,7 +78,7 @@ inline torch::serialize::InputArchive archive_of(const at::Tensor& bytes,
   return archive;
 }
 
-/// The keys at the top of what module.save() writes.
+/// The keys at the top of the archive that module.save() writes.
 inline std::set<std::string> keys_that_saving_writes(const torch::nn::Module& module) {
   torch::serialize::OutputArchive written;
   module.save(written);
@@ -87,8 +87,8 @@ inline std::set<std::string> keys_that_saving_writes(const torch::nn::Module& mo
 }
 
 /// Calls visit(name, tensor, value) for each parameter and buffer of `module`, with the archive's
-/// value; undefined if it has none. Returns what the archive has beyond what saving `module` would
-/// write, by dotted names: layers or weights that LibTorch ignores.
+/// value; undefined if the archive has none. Returns the dotted names of entries in the archive
+/// that saving `module` would not write: layers or weights that LibTorch ignores.
 template <class Visit>
 std::vector<std::string> read_module(const torch::nn::Module& module,
                                      torch::serialize::InputArchive& archive, const Visit& visit,
@@ -115,7 +115,7 @@ std::vector<std::string> read_module(const torch::nn::Module& module,
     const auto of_child = read_module(*child.value(), nested, visit, prefix + child.key() + '.');
     left.insert(left.end(), of_child.begin(), of_child.end());
   }
-  std::set<std::string> own;  // of a module with a save() of its own
+  std::set<std::string> own;  // of a module with its own save()
   for (const std::string& key : archive.keys()) {
     if (known.contains(key)) continue;
     if (own.empty()) own = keys_that_saving_writes(module);
@@ -124,17 +124,17 @@ std::vector<std::string> read_module(const torch::nn::Module& module,
   return left;
 }
 
-/// Whether tensors of dtype `to` hold those of `from`, up to their range and precision: no complex
-/// numbers in real ones, nor fractions in integers.
+/// Whether tensors of dtype `to` can hold the numbers of `from`, apart from range and precision: no
+/// complex numbers in real ones, no fractions in integers.
 inline bool holds_numbers_of(at::ScalarType to, at::ScalarType from) {
   if (c10::isComplexType(from)) return c10::isComplexType(to);
   if (c10::isFloatingType(from)) return !c10::isIntegralType(to, /*includeBool=*/true);
   return true;
 }
 
-/// Each parameter and buffer of `module`, with its value in the archive. Throws for one that is
-/// missing, has another shape or kind of dtype or cannot be filled, and if the archive has more.
-/// For load() of `masters`, a class that saves a model.
+/// Each parameter and buffer of `module`, with its value in the archive. Throws if a value is
+/// missing, has another shape or kind of dtype, or cannot be filled, and if the archive has further
+/// entries. For load() of `masters`, a class that saves a model.
 inline std::vector<std::pair<at::Tensor, at::Tensor>> read_all(
     const torch::nn::Module& module, torch::serialize::InputArchive& archive,
     const std::string& masters) {
@@ -189,7 +189,7 @@ inline void save_optimizer(torch::optim::Optimizer& optimizer,
   optimizer.save(archive);
 }
 
-/// The kind of LibTorch's optimizers whose options were written; empty for any other.
+/// The kind of LibTorch's optimizer whose options were written; empty for other options.
 inline std::string kind_of_options(torch::serialize::InputArchive& archive) {
   constexpr std::pair<const char*, const char*> kinds[] = {
       {"amsgrad", "an Adam or AdamW"}, {"ns_coefficients", "a FusedMuon"},
@@ -207,7 +207,7 @@ struct OptimizerShape {
   std::string kind{};
   std::vector<int64_t> groups{};
 
-  /// Throws for an archive that no optimizer of LibTorch's wrote.
+  /// Throws for an archive that no optimizer of LibTorch has written.
   static OptimizerShape of(torch::serialize::InputArchive& archive) {
     torch::serialize::InputArchive all;
     at::Tensor count;
@@ -247,16 +247,16 @@ inline void check_archive_fits(const torch::optim::Optimizer& optimizer,
     held = OptimizerShape::of(archive);
     wanted = OptimizerShape::of(optimizer);
   } catch (const std::exception&) {
-    return;  // of the program's own, which knows what it reads
+    return;  // the program's own optimizer checks its archive itself
   }
   TORCH_CHECK(held.kind == wanted.kind || held.kind.empty() || wanted.kind.empty(),
               "it holds the state of ", held.kind, ", and the program's optimizer is ", wanted.kind,
-              ". Make the optimizer of the run that saved it, or do not add this one: it then "
-              "starts without state.");
+              ". Create the optimizer of the run that saved it, or do not add this optimizer: it "
+              "then starts without state.");
   TORCH_CHECK(held.groups == wanted.groups, "it has parameter groups of ",
               at::IntArrayRef(held.groups), " parameters, and the program's optimizer ",
               at::IntArrayRef(wanted.groups),
-              ". Make model and optimizer those of the run that saved it, or do not add this "
+              ". Create model and optimizer as in the run that saved it, or do not add this "
               "optimizer: it then starts without state.");
 }
 
@@ -268,15 +268,15 @@ inline at::Tensor writable(const at::Tensor& tensor) {
   return tensor.clone();
 }
 
-/// An optimizer's state as its next step needs it: on the parameter's device, and in the dtype in
-/// which that is stepped.
+/// An optimizer's state for its next step: on the parameter's device, and in the dtype in which the
+/// parameter is stepped.
 inline at::Tensor fitted_state(const at::Tensor& state, const at::Tensor& parameter) {
   const at::ScalarType dtype = step_dtype(parameter);
   const bool casts = state.is_floating_point() && c10::isFloatingType(dtype);
   return writable(state.to(parameter.device(), casts ? dtype : state.scalar_type()));
 }
 
-/// State of an LBFGS, which is that of all parameters together.
+/// State of an LBFGS: one state for all parameters together.
 inline void fit_lbfgs_state(torch::optim::LBFGSParamState& state,
                             const std::vector<at::Tensor>& parameters) {
   int64_t elements = 0;
@@ -304,8 +304,8 @@ void for_each_tensor_in_state(const torch::optim::Optimizer& optimizer,
   if (fused) fused->for_each_state_tensor(state, f);
 }
 
-/// LibTorch loads state of any shape, with which the next step fails, and leaves it in the
-/// archive's dtype and on its device.
+/// LibTorch loads state of any shape, even if the next step then fails, and leaves it in the
+/// archive's dtype and on the archive's device.
 inline void fit_state(torch::optim::Optimizer& optimizer) {
   const std::vector<at::Tensor> parameters = all_parameters(optimizer);
   for (const at::Tensor& parameter : parameters) {
@@ -325,7 +325,7 @@ inline void fit_state(torch::optim::Optimizer& optimizer) {
 inline void load_optimizer(torch::optim::Optimizer& optimizer,
                            torch::serialize::InputArchive& archive) {
   check_archive_fits(optimizer, archive);
-  optimizer.state().clear();  // of parameters that had none in the file
+  optimizer.state().clear();  // parameters without a state in the file have none afterwards
   try {
     optimizer.load(archive);
   } catch (const c10::Error& error) {
@@ -369,7 +369,7 @@ inline std::function<void()> hold_optimizer(torch::optim::Optimizer& optimizer) 
   };
 }
 
-/// The only changing state of a StepLR, which LibTorch shows only to derived classes.
+/// The only changing state of a StepLR, which only derived classes can access.
 inline unsigned& step_count_of(torch::optim::LRScheduler& scheduler, const std::string& name) {
   TORCH_CHECK_TYPE(
       typeid(scheduler) == typeid(torch::optim::StepLR), "TrainingCheckpoint::add: '", name,
@@ -393,7 +393,7 @@ inline std::vector<double> rates_of(const torch::optim::Optimizer& optimizer) {
   return rates;
 }
 
-/// The rates in its optimizer, which LibTorch shows only to derived classes.
+/// The rates in the scheduler's optimizer, which only derived classes can access.
 inline std::vector<double> rates_of(const torch::optim::LRScheduler& scheduler) {
   struct Access : torch::optim::LRScheduler {
     static std::vector<double> of(const LRScheduler& any) {

@@ -35,16 +35,16 @@
 namespace torchamp::detail {
 
 // Note [Values in a file]
-// An archive holds 64-bit integers, doubles, bools, strings, tensors, lists, and none. An unsigned
-// integer above all 64-bit ones is its decimal text (files of version 1 have the same 64 bits as a
-// negative number), a long double its hexadecimal text (in older files also a list of doubles,
-// whose sum it is), an undefined tensor none.
+// An archive holds 64-bit integers, doubles, bools, strings, tensors, lists, and none. Other values
+// are stored as follows. An unsigned integer above the largest 64-bit integer: its decimal text (in
+// files of version 1 the negative number with the same bits). A long double: its hexadecimal text
+// (in older files also a list of doubles whose sum it is). An undefined tensor: none.
 
-/// An integer, whatever its type is for.
+/// An integer type, including types for characters.
 template <class T>
 inline constexpr bool is_integer = std::is_integral_v<T> && !std::is_same_v<T, bool>;
 
-/// `tensor`, or a copy if its storage is larger, since an archive would write all of it.
+/// `tensor`, or a copy if its storage is larger, because an archive would write the whole storage.
 inline at::Tensor without_neighbours(const at::Tensor& tensor) {
   const bool alone = tensor.layout() != at::kStrided || !tensor.has_storage() ||
                      tensor.storage().nbytes() <= tensor.nbytes();
@@ -103,7 +103,7 @@ T integer_of(const c10::IValue& value, int64_t version) {
   return narrow;
 }
 
-/// What std::to_chars() writes of a long double with std::chars_format::hex; unset for another
+/// The long double for a text of std::to_chars() with std::chars_format::hex; unset for another
 /// text. Not every C++ library's std::from_chars() reads a long double.
 inline std::optional<long double> of_hexadecimal(std::string_view text) {
   const bool negative = text.starts_with('-');
@@ -146,7 +146,7 @@ T floating_point_of(const c10::IValue& value) {
     number = static_cast<long double>(value.toDouble());
   }
   const T narrow = static_cast<T>(number);
-  // By the number in the file: a thread that flushes denormals takes a small `narrow` for 0.
+  // Compares the number in the file: in a thread that flushes denormals a small `narrow` is 0.
   constexpr auto smallest = static_cast<long double>(std::numeric_limits<T>::denorm_min());
   const bool is_too_small = number != 0.L && std::abs(number) <= smallest / 2;  // rounds to 0
   TORCH_CHECK(std::isfinite(narrow) == std::isfinite(number) && !is_too_small, "it is ", number,
@@ -194,11 +194,13 @@ inline void write_tensors(const std::vector<at::Tensor>& tensors,
   }
 }
 
-/// Fills the tensors in place, each as from_ivalue() does. An empty list becomes the file's.
+/// Fills the tensors in place, each like from_ivalue(). If the list is empty, it becomes the file's
+/// list.
 inline void read_tensors(torch::serialize::InputArchive& archive, std::vector<at::Tensor>& to,
                          int64_t version) {
   c10::IValue size;
   archive.read("size", size);
+  TORCH_CHECK(size.toInt() >= 0, "its number of tensors is ", size.toInt());
   const auto count = static_cast<std::size_t>(size.toInt());
   TORCH_CHECK(to.empty() || to.size() == count, "it has ", count, " tensors in the file and ",
               to.size(), " in the program");
@@ -216,7 +218,7 @@ std::function<void()> undo_of(T& value) {
   if constexpr (std::is_same_v<T, at::Tensor>) {
     const at::NoGradGuard no_grad;
     WriteBack kept;
-    kept.add(value, WriteBack::Copies::beside);
+    kept.add(value, WriteBack::Copies::on_device);
     return [&value, handle = value, kept = std::move(kept)] {
       const at::NoGradGuard within;
       value = handle;
@@ -225,7 +227,7 @@ std::function<void()> undo_of(T& value) {
   } else if constexpr (std::is_same_v<T, std::vector<at::Tensor>>) {
     const at::NoGradGuard no_grad;
     WriteBack kept;
-    for (const at::Tensor& tensor : value) kept.add(tensor, WriteBack::Copies::beside);
+    for (const at::Tensor& tensor : value) kept.add(tensor, WriteBack::Copies::on_device);
     return [&value, handles = value, kept = std::move(kept)] {
       const at::NoGradGuard within;
       value = handles;
@@ -283,8 +285,9 @@ class WeightsInPlace {
   std::vector<Weight> weights_;
 };
 
-/// Returns a function that restores a scaler's present state, also within an iteration. An error
-/// within a window of accumulation, whose gradients would be of other weights than the next ones.
+/// Returns a function that restores a scaler's present state, even in an iteration. Error: a call
+/// in a window of accumulation, whose gradients would belong to other weights than later
+/// gradients.
 inline std::function<void()> keep_scaler(GradScaler& scaler) {
   for (const auto& weak : ScalerParts::ledger(scaler).windows) {
     const auto window = weak.lock();

@@ -33,8 +33,8 @@ namespace torchamp::detail {
 
 // Note [Files of two systems]
 // Both classes have the same members. On POSIX a writer locks its file, and renames it while it is
-// open. Windows renames closed files only, so nobody else can open a file that is being written,
-// and one that was written to a moment ago may be about to be renamed.
+// open. Windows renames closed files only. So there a file that is being written cannot be opened
+// by others, and a file that was written a moment ago may be about to be renamed.
 
 #ifdef _WIN32
 
@@ -132,7 +132,8 @@ class OpenFile {
 
   static void remove(const std::filesystem::path& path) { (void)::DeleteFileW(path.c_str()); }
 
-  /// Removes what a killed process has left: a file that none has open and none is about to rename.
+  /// Removes the file of a killed process: a file that no process has open and no process is about
+  /// to rename.
   static void remove_if_left(const std::filesystem::path& path) {
     std::error_code error;
     const auto written = std::filesystem::last_write_time(path, error);
@@ -197,7 +198,7 @@ class OpenFile {
     return OpenFile(  // without waiting: a pipe may have no writer
         ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NONBLOCK));
   }
-  /// Creates the file. Where it is to replace another, only its writer can access it.
+  /// Creates the file. If it will replace another file, only its writer can access it.
   static OpenFile to_write(const std::filesystem::path& path, const ReplacedFile& replaced) {
     const mode_t mode = replaced.exists ? S_IRUSR | S_IWUSR : 0666;
     return OpenFile(::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, mode));
@@ -206,8 +207,7 @@ class OpenFile {
 
   bool is_open() const { return number_ >= 0; }
 
-  /// False if another writer, which saw the new file unlocked, is about to remove it or has done
-  /// so.
+  /// False if another writer has found the new file unlocked, and has removed it or is about to.
   bool lock() const {
     struct stat status {};
     if (::flock(number_, LOCK_EX | LOCK_NB) != 0) return errno != EWOULDBLOCK;
@@ -249,12 +249,12 @@ class OpenFile {
   }
   std::error_code flush() const { return ::fsync(number_) != 0 ? last_error() : std::error_code(); }
 
-  /// Gives it the mode and the owner of the file that it replaces. Nobody may get more rights to
-  /// the new file than to the old one, so its mode is set last. The system may not permit keeping
-  /// the owner or the group: then the group's members become others, and members of the new group
-  /// replace them, so both get only the common rights. With an access list the mode's bits of the
-  /// group are no rights of the group but the most that the list gives: without that list, only
-  /// the owner gets rights.
+  /// Gives the file the mode and the owner of the file that it replaces. No user may get more
+  /// rights to the new file than to the old file, so the mode is set last. If the system does not
+  /// permit the old owner or group, members of the old group count as others, and members of the
+  /// new group get the group's rights: so group and others get only the rights that both had. With
+  /// an access list, the group bits of the mode are not rights of the group but the maximum of the
+  /// list: without the list, only the owner gets rights.
   void take_access(const ReplacedFile& replaced) const {
     mode_t mode = replaced.status.st_mode & 0777;
     [[maybe_unused]] const int owner = ::fchown(number_, replaced.status.st_uid, gid_t(-1));
@@ -266,7 +266,7 @@ class OpenFile {
 #ifdef __linux__
     const std::string& list = replaced.access_list;
     if (list.empty()) {
-      (void)::fremovexattr(number_, access_list_name);  // which the folder has given it
+      (void)::fremovexattr(number_, access_list_name);  // from the folder's default
     } else if (!has_group ||
                ::fsetxattr(number_, access_list_name, list.data(), list.size(), 0) != 0) {
       (void)::fremovexattr(number_, access_list_name);
@@ -290,7 +290,7 @@ class OpenFile {
     ::unlink(path.c_str());
   }
 
-  /// Removes what a killed process has left: a file that nobody has locked.
+  /// Removes the file of a killed process: a file that no process has locked.
   static void remove_if_left(const std::filesystem::path& path) {
     const OpenFile file(::open(path.c_str(), O_RDWR | O_CLOEXEC));
     if (file.is_open() && ::flock(file.number_, LOCK_EX | LOCK_NB) == 0) remove(path);

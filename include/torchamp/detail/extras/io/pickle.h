@@ -17,11 +17,10 @@ namespace torchamp::detail {
 
 // Note [Reading a pickle]
 //
-// A Python checkpoint is a program for a small stack machine. Of its results, only dicts with text
-// keys and numbers matter here. All else (tensors, lists, objects of any class)
-// becomes one opaque value: nothing is imported, called or loaded. Values are in a table and refer
-// to each other by index, so neither cycles nor deep nesting in a hostile file do harm; there is at
-// most one value per byte.
+// A Python checkpoint is a program for a small stack machine. Only dicts with text keys and numbers
+// matter here. Every other result (tensors, lists, objects of any class) becomes one opaque value:
+// nothing is imported, called or loaded. Values are in a table and refer to each other by index, so
+// neither cycles nor deep nesting in a hostile file do harm; there is at most one value per byte.
 
 /// Protocols 2 to 5, as torch.save writes them. Throws c10::Error for anything else.
 class PickleReader {
@@ -100,7 +99,7 @@ class PickleReader {
     if (stack_.empty()) fail("its stack runs empty");
     return values_[stack_.back()];
   }
-  /// Everything above the last mark, which is removed, too.
+  /// Everything above the last mark. The mark is also removed.
   std::vector<Index> pop_to_mark() {
     std::size_t mark = stack_.size();
     while (mark > 0 && values_[stack_[mark - 1]].kind != Kind::mark) --mark;
@@ -112,7 +111,7 @@ class PickleReader {
   void set_items(const std::vector<Index>& items) {
     Value& dict = top();
     if (items.size() % 2 != 0) fail("a key has no value");
-    if (dict.kind != Kind::dict) return;  // an object that we do not know
+    if (dict.kind != Kind::dict) return;  // an object of an unknown class
     for (std::size_t i = 0; i < items.size(); i += 2) {
       const Value& key = values_[items[i]];
       if (key.kind == Kind::text) dict.entries.emplace_back(key.text, items[i + 1]);

@@ -49,7 +49,8 @@ void rethrow_with(const Where& where, const Body& body) {
 
 }  // namespace detail
 
-/// LibTorch does not reveal a scheduler's optimizer: an added one has its rates.
+/// A scheduler's optimizer cannot be queried from LibTorch. It is in the checkpoint if an added
+/// optimizer has the scheduler's rates.
 inline void TrainingCheckpoint::check_schedulers(const char* call) const {
   std::set<std::vector<double>> known;
   for (const Entry& entry : entries_) {
@@ -64,7 +65,7 @@ inline void TrainingCheckpoint::check_schedulers(const char* call) const {
   }
 }
 
-/// For an optimizer, a sharded one too.
+/// For an optimizer, sharded or not.
 inline void TrainingCheckpoint::fill(Entry& entry, torch::optim::Optimizer& optimizer) {
   static constexpr const char *save = "TrainingCheckpoint::save",
                               *load = "TrainingCheckpoint::load";
@@ -144,7 +145,7 @@ inline void TrainingCheckpoint::write(torch::serialize::OutputArchive& archive, 
   }
 }
 
-/// Adds to `undo` how to restore the entry's present value.
+/// Adds a function to `undo` that restores the entry's present value.
 inline void TrainingCheckpoint::load_entry(const Entry& entry,
                                            torch::serialize::InputArchive& archive, int64_t version,
                                            Undo& undo) {
@@ -247,7 +248,8 @@ inline bool TrainingCheckpoint::has(std::string_view name) const {
   return std::ranges::any_of(entries_, [&](const Entry& entry) { return entry.name == name; });
 }
 
-/// A scheduler's learning rate is in the optimizer's part of the file, and would stay as it is.
+/// Checks schedulers: a learning rate is in the optimizer's part of the file, and would stay
+/// constant without its scheduler.
 inline void TrainingCheckpoint::check_entries_of_step(
     torch::serialize::InputArchive& shared) const {
   for (const Step& step : steps_) {
@@ -255,8 +257,7 @@ inline void TrainingCheckpoint::check_entries_of_step(
     const std::string name = step.prefix + "scheduler";
     TORCH_CHECK(has(name) || !shared.try_read(detail::archive_key(name), unread),
                 "it was saved with a scheduler, and this TrainingStep has none, so the learning "
-                "rate would stay where that scheduler has left it. Set .scheduler as when it was "
-                "saved.");
+                "rate would stay constant. Set .scheduler as when it was saved.");
   }
 }
 
@@ -277,7 +278,7 @@ struct CheckpointFile {
   int64_t version = 0, id = 0;
 };
 
-/// Throws if the file is damaged, or none of a TrainingCheckpoint.
+/// Throws if the file is damaged, or is no file of a TrainingCheckpoint.
 inline CheckpointFile open_checkpoint(const std::shared_ptr<FileReader>& file) {
   CheckpointFile opened;
   check_archive(file);
@@ -298,7 +299,7 @@ inline CheckpointFile open_checkpoint(const std::shared_ptr<FileReader>& file) {
   return opened;
 }
 
-/// What process `rank` of `processes` has written, and its random states.
+/// Opens the part that process `rank` of `processes` has written, and returns its random states.
 inline RngState open_local_part(CheckpointFile& from, int64_t rank, int64_t processes,
                                 torch::serialize::InputArchive& local) {
   c10::IValue saved;
@@ -324,7 +325,7 @@ inline RngState open_local_part(CheckpointFile& from, int64_t rank, int64_t proc
 
 }  // namespace detail
 
-/// What scalers have recorded in this iteration is of gradients of the weights before.
+/// Clears the scalers' records of this iteration, because the gradients belong to the old weights.
 inline void TrainingCheckpoint::begin_iterations() const {
   for (const Entry& of_scaler : entries_) {
     if (of_scaler.scaler == nullptr) continue;
@@ -363,7 +364,7 @@ inline bool TrainingCheckpoint::load_parts(std::optional<int64_t> rank, int64_t 
     for (; !undo.empty(); undo.pop_back()) {
       try {
         undo.back()();
-      } catch (...) {  // the others still go back; the first error counts
+      } catch (...) {  // restore the others; the first error is thrown
       }
     }
     random_before.apply();

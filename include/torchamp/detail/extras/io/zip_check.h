@@ -33,7 +33,7 @@ inline uint64_t little_endian(std::string_view bytes) {
 /// tables[n][b]: the effect of byte b on a CRC after n more bytes.
 using Crc32Tables = std::array<std::array<uint32_t, 256>, 8>;
 
-/// Not constexpr, which would cost each including file more than all else here.
+/// Not constexpr, which would take most of the compile time of this header.
 inline Crc32Tables crc32_tables() {
   Crc32Tables tables{};
   for (uint32_t byte = 0; byte < 256; ++byte) {
@@ -75,7 +75,7 @@ class Crc32 {
 
 using ArchiveBytes = std::shared_ptr<caffe2::serialize::ReadAdapterInterface>;
 
-/// Into the memory of `part`, if it is given.
+/// Uses the memory of `part`, if it is given.
 inline std::string read_bytes(const ArchiveBytes& from, uint64_t offset, uint64_t size,
                               std::string part = {}) {
   part.resize(size);
@@ -97,13 +97,13 @@ auto sum_of(const ArchiveBytes& archive, uint64_t begin, uint64_t end) {
 }
 
 // Note [Damaged zip files]
-// LibTorch's archives are zip files, but its reader ignores the CRCs of the records, so damage
-// within a record goes unnoticed. ZipCheck reads the file's structure itself. Records, their
-// headers and the directory must follow each other without a gap from the first byte to the last;
-// header and directory must agree; and each record must have its CRC. Not checked are padding,
-// comments, ineffective bits at the ends of compressed records, and, in files repacked by other
-// tools, fields without a meaning here. Python can write 0 for all CRCs of a file: then only the
-// structure is checked.
+// LibTorch's archives are zip files, but its reader ignores the CRCs of the records, so it does not
+// detect damage in a record. ZipCheck reads the file's structure itself. Records, their headers
+// and the directory must follow each other without a gap from the first byte to the last; header
+// and directory must agree; and each record must have its CRC. Not checked are padding, comments,
+// ineffective bits at the ends of compressed records, and, in files repacked by other tools, fields
+// without a meaning here. Python can write 0 for all CRCs of a file: then only the structure is
+// checked.
 
 class ZipCheck {
  public:

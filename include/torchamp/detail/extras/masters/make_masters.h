@@ -45,9 +45,10 @@ class MainGradient {
   /// Whether a DistributedDataParallel averages the gradient.
   bool is_averaged = false;
 
-  /// The model has the master's value.
+  /// Records that the model has the master's value.
   void note_copied(const at::Tensor& master) { copied_.emplace(master); }
-  /// The master was stepped with its gradient, which is to be cleared before the next backward.
+  /// Records that the master was stepped with its gradient, which must be cleared before the next
+  /// backward.
   void note_stepped(const at::Tensor& master) {
     const at::Tensor& gradient = gradient_of(master);
     if (gradient.defined()) stepped_with_.emplace(gradient);
@@ -57,7 +58,7 @@ class MainGradient {
   /// destroyed.
   at::Tensor owner(const at::Tensor& weight) const { return copied_ ? copied_->lock() : weight; }
 
-  /// Takes what backward has put into the weight's gradient.
+  /// Adds the weight's 16-bit gradient to the fp32 gradient, and drops it.
   void take(const at::Tensor& weight) const {
     const InternalOps internal;
     SplitWeight* const split = split_of(weight);
@@ -87,7 +88,7 @@ class MainGradient {
   }
 
  private:
-  /// Warns once where the gradient is still the one of the last step.
+  /// Warns once if the gradient is still the gradient of the last step.
   void warn_of_kept_gradient(const at::Tensor& owner) const {
     const bool is_kept = stepped_with_ && stepped_with_->is_unchanged(gradient_of(owner));
     stepped_with_.reset();
@@ -142,8 +143,8 @@ inline void remove_weight_meta(const at::Tensor& parameter) {
   if (weight_meta_of(parameter)) parameter.unsafeGetTensorImpl()->set_backend_meta({});
 }
 
-/// Records at a model's weight that `masters` hold its master while they live, and whether as a
-/// separate tensor. Not for one with data of its device's own.
+/// Records in a model's weight that `masters` hold its master while they live, and whether as a
+/// separate tensor. Does nothing for a weight with data that is specific to its device.
 inline void note_masters(const at::Tensor& weight, const std::shared_ptr<const void>& masters,
                          bool apart) {
   c10::TensorImpl* const tensor = weight.unsafeGetTensorImpl();
@@ -173,8 +174,8 @@ class GivenWeight {
     memory_ = memory_of(weight);
     writes_ = writes_of(weight);
   }
-  /// Whether it has changed since. (A program that tries other weights, averages, say, and restores
-  /// these writes twice.)
+  /// Whether the weight has changed since. (If a program tries other weights, such as averages, and
+  /// then restores these, it writes twice.)
   bool was_written(const at::Tensor& weight) const {
     return memory_ != memory_of(weight) || (writes_of(weight) - writes_) % 2 != 0;
   }
@@ -183,7 +184,7 @@ class GivenWeight {
   static const void* memory_of(const at::Tensor& weight) {
     return weight.unsafeGetTensorImpl()->storage().unsafeGetStorageImpl();
   }
-  /// Unless the writes left it unchanged.
+  /// The number of writes that may have changed the weight.
   static uint32_t writes_of(const at::Tensor& weight) {
     const WeightMeta* const meta = weight_meta_of(weight);
     return version_of(weight) - (meta ? meta->same_writes : 0U);

@@ -27,7 +27,7 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
     Weight& weight = weights_[w];
     if (!weight.is_narrow) continue;
     const at::Tensor wide = value_of(weight).to(at::kFloat);
-    detail::remove_weight_meta(wide);  // which may be the parameter under another name
+    detail::remove_weight_meta(wide);  // it may be the parameter itself, under another name
     if (!weight.parameter.requires_grad() || options_.storage == MasterStorage::full) {
       narrow[w].high = wide.to(options_.dtype, /*non_blocking=*/false, /*copy=*/true);
       if (weight.parameter.requires_grad()) weight.master = wide.set_requires_grad(true);
@@ -38,8 +38,8 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
     }
   }
 
-  // In this order: what earlier masters have attached goes, and the gradient, whose dtype would not
-  // fit; set_data(); then what is attached, which notes the version and dtype of the new weight.
+  // In this order: remove data of earlier masters, and the gradient, whose dtype would not fit;
+  // set_data(); then attach the new data, which records the version and dtype of the new weight.
   for (std::size_t w = 0; w < weights_.size(); ++w) {
     Weight& weight = weights_[w];
     const at::Tensor& parameter = weight.parameter;
@@ -100,7 +100,7 @@ inline void MasterWeights::set(const Weight& weight, const at::Tensor& value,
   if (weight.master.defined()) weight.master.copy_(wide);
 }
 
-/// Throws if split weights were moved, or, if `unwritten`, were written to by others.
+/// Throws if split weights were moved, or, with `unwritten`, if other code has written them.
 inline void MasterWeights::check_split_weights(const std::string& call, bool unwritten) const {
   if (options_.storage != MasterStorage::split) return;
   for (const Weight& weight : weights_) {
@@ -159,8 +159,8 @@ inline void MasterWeights::zero_grad() {
   }
 }
 
-/// Throws if the model's gradients cannot have reached the optimizer. Changed masters were stepped,
-/// or written to by the program, and are copied in any case.
+/// Throws if the model's gradients cannot have reached the optimizer. If masters have changed, they
+/// were stepped or the program has written them: then they are copied in any case.
 inline void MasterWeights::check_taken() const {
   if (was_taken_ || options_.main_gradients || !is_copied()) return;
   for (const Weight& weight : weights_) {
@@ -172,8 +172,8 @@ inline void MasterWeights::check_taken() const {
   }
 }
 
-/// Warns once of gradients added to those from before the optimizer's zero_grad(), which has put
-/// them into MasterMeta::left.
+/// Warns once if backward has added to gradients from before the optimizer's zero_grad(), which has
+/// recorded them in MasterMeta::left.
 inline void MasterWeights::warn_of_left_gradients() {
   if (warned_of_left_) return;
   for (const Weight& weight : weights_) {
@@ -204,8 +204,8 @@ inline void MasterWeights::copy_to_model() {
     detail::check_not_half_stepped(weight.parameter, weight.in(call));
   }
   const detail::InternalOps guard;
-  // LibTorch counts these writes, so kept casts are noticed as stale. A split weight is not among
-  // them: its optimizer has stepped it in place.
+  // LibTorch counts these writes, so stored casts become stale. Split weights are not copied: their
+  // optimizer has stepped them in place.
   model_from_masters_.copy();
   note_copied();
   note_stepped();
@@ -220,8 +220,8 @@ inline void MasterWeights::note_copied() {
   }
 }
 
-/// Tells the hook of MainGradient, which warns of masters' gradients that are not cleared. Of one
-/// weight, as one warning is enough.
+/// Reports the step to the MainGradient of one weight, whose hook warns if masters' gradients are
+/// not cleared. One weight is enough for one warning.
 inline void MasterWeights::note_stepped() {
   for (const Weight& weight : weights_) {
     if (!weight.main || !weight.master.defined()) continue;
@@ -232,7 +232,7 @@ inline void MasterWeights::note_stepped() {
 inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
   check_split_weights("MasterWeights::load", /*unwritten=*/false);
   MastersOfModel::load(archive);
-  was_taken_ = true;  // gradients that the model holds are of before
+  was_taken_ = true;  // gradients in the model are older
 }
 
 inline std::function<void()> MasterWeights::keep() {

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What all kinds of masters of a model do alike: list its weights, save, load and keep them.
+// The common functions of all kinds of masters: list a model's weights, save, load and keep them.
 #pragma once
 
 #include <algorithm>
@@ -56,13 +56,12 @@ inline void check_narrow_dtype(const char* owner, at::ScalarType dtype, MasterSt
                     ". Pass torch::kHalf or torch::kBFloat16.");
   TORCH_CHECK_VALUE(storage != MasterStorage::split || dtype == at::kBFloat16, owner,
                     ": masters of ", dtype,
-                    " weights cannot be split, as these are not the upper half of "
-                    "fp32 numbers. Pass .dtype = torch::kBFloat16 with MasterStorage::split.");
+                    " weights cannot be split, because they are not the upper half of fp32 "
+                    "numbers. Pass .dtype = torch::kBFloat16 with MasterStorage::split.");
 }
 
-/// Throws for a parameter that already has a master, that no optimizer can step, that cannot be
-/// split, or, if backward is to take gradients, that has the program's own hook in the place of
-/// ours.
+/// Throws for a parameter that already has a master, that no optimizer can step, or that cannot be
+/// split. With main_gradients it also throws if the program's own hook is in the place of ours.
 inline void check_may_be_master(const char* owner, const std::string& name,
                                 const at::Tensor& parameter, bool splits, bool main_gradients) {
   const auto main = main_gradient_of(parameter);
@@ -72,7 +71,7 @@ inline void check_may_be_master(const char* owner, const std::string& name,
   const WeightMeta* const meta = weight_meta_of(parameter);
   TORCH_CHECK(!meta || meta->masters.expired(), owner, ": the parameter '", name,
               "' has a master already in other MasterWeights or ShardedMasterWeights, which would "
-              "overwrite the model's weights. Use those, or destroy them first.");
+              "overwrite the model's weights. Use these masters, or destroy them first.");
   TORCH_CHECK(!parameter.requires_grad() || !repeats_elements(parameter), owner,
               ": several elements of the parameter '", name, "' (sizes ", parameter.sizes(),
               ", strides ", parameter.strides(),
@@ -117,7 +116,7 @@ void check_apart(const char* owner, const Weights& weights) {
     TORCH_CHECK(
         !overlap || !part || !any_trained, owner, ": the parameters '", one.weight->name, "' and '",
         other.weight->name,
-        "' are two tensors in the same memory, which the cast would part. Use one tensor in "
+        "' are two tensors in the same memory, which the cast would separate. Use one tensor in "
         "both places (decoder->weight = encoder->weight), or give each its own memory: "
         "parameter.set_data(parameter.clone()).");
   }
@@ -158,7 +157,7 @@ inline void MastersOfModel::warn_of_written_model() {
     TORCH_WARN(owner_, "::copy_to_model: the model's weight '", weight.name,
                "' was written to since the last call, and its master's value replaces what was "
                "written. To fill the model from a file, call torch::load(masters, path); to change "
-               "weights, change those of parameters(). This warning is given once.");
+               "weights, change the tensors of parameters(). This warning is given once.");
   }
 }
 
@@ -214,7 +213,7 @@ inline std::function<void()> MastersOfModel::keep() {
       }
     }
     note_copied();
-    // Masters that were ahead of the model are so again: is_copied() goes by their versions.
+    // Masters that were ahead of the model must be so again: is_copied() compares their versions.
     for (const Weight& weight : weights_) {
       if (!was_copied && weight.master.defined()) {
         weight.master.unsafeGetTensorImpl()->bump_version();

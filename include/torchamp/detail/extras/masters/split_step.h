@@ -19,25 +19,24 @@
 namespace torchamp::detail {
 
 // Note [Steps by chunks]
-// Split weights, whose masters are put together first, are stepped chunk by chunk, in buffers that
-// stay in a CPU's cache. A chunk holds several small weights or a part of a large one. It ends
-// where a weight does or at a multiple of chunk_unit elements, so that ATen's kernels, which round
-// the last few elements of a tensor otherwise than the rest, give the values that they would give
-// whole weights.
+// Split weights are joined to masters and stepped chunk by chunk, in buffers that fit a CPU's
+// cache. A chunk holds several small weights or a part of a large one. ATen's kernels round the
+// last few elements of a tensor differently. So a chunk ends at the end of a weight, or at a
+// multiple of chunk_unit elements: then the results are those for whole weights.
 
 /// Where a parameter is cut: a multiple of what a kernel takes in one vector or one block.
 inline constexpr int64_t chunk_unit = 1 << 12;
 
-/// The list of what an empty chunk steps: kernels step fp32 weights, so masters are put together,
-/// stepped and split.
+/// The list for an empty chunk. Kernels step fp32 weights, so a chunk joins masters, steps and
+/// splits them.
 inline StepList empty_chunk(const StepList& list) {
   StepList chunk_list = list.emptied();
   chunk_list.dtype = at::kFloat;
   return chunk_list;
 }
 
-/// How many elements a chunk of `list` has at most: few enough for a CPU's cache, enough to keep a
-/// device busy.
+/// The maximum number of elements in a chunk of `list`: small enough for a CPU's cache, large
+/// enough for a device.
 inline int64_t split_chunk_elements(const StepList& list) {
   int64_t elements = 0, largest = 0;
   for (const at::Tensor& param : list.params) {

@@ -38,28 +38,27 @@ namespace torchamp::detail {
 // `low` restores them. The rounding of a NaN can carry into a `high` of 0 (CUDA's NaNs have all
 // bits but the sign set) or drop to an inf. So every NaN is stored as 0x7fc00000 or its negative.
 //
-// `low` hangs at the weight's TensorImpl, so that whoever is given the weight finds it, and so that
-// it lives as long as the weight. Gradients of split weights are fp32. Only the fused optimizers
-// write both halves. That another one does not do so unnoticed:
-//   - GradScaler's step and unscale_ look whether the optimizer is a FusedOptimizer
-//   - MasterWeights looks whether the weights' versions are those that the last fused step has left
-//   - LibTorch's SGD, which hides its writes, asks for the weight's data(). LibTorch asks this meta
-//     for a clone() then. So where gradients are gone, or come to copy_to_model(), that no fused
-//     optimizer has stepped with, MasterWeights looks whether data() was asked for meanwhile
+// `low` is attached to the weight's TensorImpl, so that all code with the weight can find it, and
+// so that it lives as long as the weight. Gradients of split weights are fp32. Only the fused
+// optimizers write both halves. Steps of other optimizers are detected as follows:
+//   - GradScaler's step and unscale_ check whether the optimizer is a FusedOptimizer
+//   - MasterWeights checks whether the weights' versions have changed since the last fused step
+//   - LibTorch's SGD writes through the weight's data(), which no version counts. But data() calls
+//     clone() of this meta. So if a gradient disappears without a fused step, or still exists at
+//     copy_to_model(), MasterWeights checks whether data() was called meanwhile
 
 /// The end of messages about split weights that other optimizers step.
 inline std::string split_needs_fused() {
-  return ". With MasterStorage::split half of each weight lies where only fused optimizers (" +
-         FusedNames::text() +
-         ") and MasterWeights::load() write it. Step it with one of those, or make the masters "
-         "with MasterStorage::full.";
+  return ". With MasterStorage::split only fused optimizers (" + FusedNames::text() +
+         ") and MasterWeights::load() write both halves of a weight. Step it with a fused "
+         "optimizer, or make the masters with MasterStorage::full.";
 }
 
 /// The data of a split weight besides the weight itself.
 struct SplitWeight final : WeightMeta {
   at::Tensor low;  ///< int16, laid out as the weight
 
-  bool was_taken = false;  ///< a gradient was; neither stepped with by a fused one nor dropped
+  bool was_taken = false;  ///< whether a gradient waits for a fused step
   uint32_t version = 0;    ///< of the weight, when both halves were written
   /// Whether data() or detach() of the weight was called since a gradient was taken. Any thread may
   /// call.
@@ -77,7 +76,7 @@ struct SplitWeight final : WeightMeta {
                      split_needs_fused());
   }
   void note_gradient_dropped() override { was_taken = false; }
-  /// The gradient was there for unscale_ to divide, so it is not a new one.
+  /// Called only if unscale_ or the step has a gradient, so it is recorded as taken.
   void note_gradient_taken(uint64_t /*times*/) override { note_taken(); }
 
   /// Whether `low` belongs to the values of `high`: the weight may have been moved.
@@ -92,7 +91,7 @@ struct SplitWeight final : WeightMeta {
     version = version_of(high);
     was_taken = false;
   }
-  /// A gradient of 16 bits has become one of fp32.
+  /// Records that a 16-bit gradient has become an fp32 gradient.
   void note_taken() {
     was_taken = true;
     has_alias = false;
@@ -119,7 +118,7 @@ void check_split(const at::Tensor& weight, const Where& where) {
               " was written to since its masters were made or stepped", split_needs_fused());
 }
 
-/// The same, and for one that cannot be stepped with `gradient`.
+/// The same; also throws if the weight cannot be stepped with `gradient`.
 template <class Where>
 void check_split(const at::Tensor& weight, const at::Tensor& gradient, const Where& where) {
   check_split(weight, where);
@@ -215,7 +214,7 @@ class SplitRuns {
     });
   }
 
-  // Local arrays tell the compiler that nothing overlaps.
+  // With local arrays the compiler can assume that nothing overlaps.
 
   static void join_on_cpu(const at::Tensor& high, const at::Tensor& low, const at::Tensor& wide) {
     const auto* const from_high = static_cast<const uint16_t*>(high.const_data_ptr());

@@ -30,18 +30,19 @@ namespace torchamp::detail {
 // Note [Who made the first inf]
 //
 // LibTorch reports the beginning of each op, with its inputs, and its end, with its outputs, to a
-// callback; likewise for nodes of the backward pass, with the sequence number that links an op and
-// its node. An op is to blame if it returns a tensor that is not finite from finite inputs. That
-// rule alone would blame a mask of -inf and unwritten memory. So tensors that are not finite on
-// purpose (from an op with an infinite number as argument, or one that makes an empty tensor) are
-// remembered by storage, and results computed from them are not blamed at once. Tensors that an op
-// overwrites without reading, such as gradients that zero_grad() zeroes, do not count as inputs.
+// callback. It also reports nodes of the backward pass, with the sequence number that links an op
+// and its node. An op is the cause if it computes a tensor that is not finite from finite inputs.
+// This rule alone would name a mask of -inf and uninitialised memory. So tensors that are not
+// finite on purpose (from an op with an infinite number as argument, or from an op that makes an
+// empty tensor) are recorded by storage, and an op that reads them is not the cause at once.
+// Tensors that an op overwrites without reading, such as gradients that zero_grad() zeroes, do not
+// count as inputs.
 //
 // A tensor from outside, or saved inside an op, may be a mask or bad data: the op that reads it
-// first is a suspect. So is an op that makes NaNs (in backward, anything not finite) from infs that
-// the program asked for. The results computed from a suspect's tensors are followed: a softmax
-// turns a mask into finite numbers, which ends it. A suspect is to blame if something remains: a
-// gradient, or without a backward pass any result that no op has used.
+// first is a suspect. An op is also a suspect if it computes NaNs (in backward, infs or NaNs) from
+// infs on purpose. The results that are computed from a suspect's tensors are followed: a softmax
+// turns a mask into finite numbers, which ends the search. A suspect is the cause if a gradient is
+// not finite at the end, or, without a backward pass, a result that no op has used.
 
 /// `zero_` of `aten::zero_.overload`.
 inline std::string_view short_name(std::string_view name) {
@@ -86,7 +87,7 @@ inline at::Tensor values_of(const at::Tensor& tensor) {
   const at::Tensor values = stored_values(tensor);
   return values.defined() && values.numel() > 0 ? values : at::Tensor();
 }
-/// In a dtype that LibTorch's functions know.
+/// The tensor in a dtype that LibTorch's functions support.
 inline at::Tensor readable(const at::Tensor& tensor) {
   if (tensor.scalar_type() == at::kComplexHalf) return tensor.to(at::kComplexFloat);
   return at::isFloat8Type(tensor.scalar_type()) ? tensor.to(at::kFloat) : tensor;
@@ -100,16 +101,16 @@ inline bool has_nan(const at::Tensor& tensor) {
 }
 
 struct NonFiniteCall final : RecordedCall<NonFiniteCall> {
-  std::pair<uint64_t, int64_t> sequence{};  // of a node: the forward's thread, the number there
+  std::pair<uint64_t, int64_t> sequence{};  // of a node: the forward's thread, and its number there
 
-  // Of an op that no other calls.
+  // For an op that no other op calls:
   std::vector<std::string> parameters;
-  bool asks_for_it = false;     // the program wants what is not finite
-  bool gives_anything = false;  // memory that nobody has written, or NaNs as asked for
-  bool takes_anything = false;  // made of such
+  bool asks_for_it = false;     // the program creates infs or NaNs on purpose
+  bool gives_anything = false;  // results may be anything: uninitialised memory, or NaNs on purpose
+  bool takes_anything = false;  // inputs come from such results
   bool takes_nan = false;
-  bool takes_from_outside = false;     // what is not finite and no op has made
-  std::optional<std::size_t> suspect;  // the first one of which its inputs are made
+  bool takes_from_outside = false;     // an input is not finite, and no op has made it
+  std::optional<std::size_t> suspect;  // the first suspect from which its inputs come
   bool computes = true;
   std::vector<std::string> inputs;
   std::vector<const c10::StorageImpl*> marked;  // of its inputs
@@ -121,7 +122,8 @@ class NonFiniteSearch final : public Recording<NonFiniteCall> {
  public:
   explicit NonFiniteSearch(const NamedParameters& named) : Recording(named), named_(named) {}
 
-  /// The op that made infs or NaNs from finite numbers, or else the first suspect to blame.
+  /// The op that computed infs or NaNs from finite numbers; otherwise the first suspect that is the
+  /// cause.
   std::optional<NonFiniteOp> found() const {
     const std::scoped_lock lock(mutex_);
     if (found_) return found_;
@@ -140,7 +142,7 @@ class NonFiniteSearch final : public Recording<NonFiniteCall> {
   struct Mark {
     bool is_anything = false;
     std::optional<std::size_t> suspect{};
-    std::size_t left = 0;  // in left_, if nothing else has been made of it
+    std::size_t left = 0;  // the place in left_, if no op has used it
   };
   struct Left {
     std::size_t suspect;
@@ -202,8 +204,8 @@ class NonFiniteSearch final : public Recording<NonFiniteCall> {
       }
       if (!ignores_values(op, i) && !argument.is_out()) for_each_tensor_of(inputs[i], look);
     }
-    // The node with this number belongs to the last op that began with it on its thread, also in
-    // the backward pass, which may run a function again.
+    // The node with this number belongs to the last op that began with it on its thread. This holds
+    // in the backward pass, which may run a function again.
     if (call.seqNr() >= 0) {
       by_sequence_[{at::RecordFunction::currentThreadId(), call.seqNr()}] = {op, begun.parameters};
     }
@@ -249,7 +251,7 @@ class NonFiniteSearch final : public Recording<NonFiniteCall> {
     }
   }
 
-  /// Marks an output that is not finite, like an input or on purpose.
+  /// Marks an output that is not finite, because of an input or on purpose.
   void mark(const at::Tensor& output, Call& begun) {
     const bool is_anything = begun.gives_anything || begun.takes_anything;
     if (!begun.suspect && !is_anything && !begun.asks_for_it &&
@@ -299,8 +301,8 @@ class NonFiniteSearch final : public Recording<NonFiniteCall> {
     return found;
   }
 
-  /// What an op was given, a tensor of these sizes; with the counts and the names of what came in
-  /// as it should not.
+  /// Describes an input, a tensor of these sizes; with counts and names if it is not finite and
+  /// should be.
   std::string described(const at::Tensor& tensor, at::IntArrayRef sizes, bool finite) const {
     std::ostringstream text = classic_stream();
     text << tensor.scalar_type() << ' ' << sizes;
@@ -325,7 +327,7 @@ class NonFiniteSearch final : public Recording<NonFiniteCall> {
     }
   }
 
-  /// What is finite now, if it is all of its memory.
+  /// Removes the mark of a tensor that is now finite, if the tensor has all of its memory.
   void forget(const at::Tensor& tensor) {
     const Mark* const mark = marks_.find(storage_of(tensor));
     if (mark == nullptr || tensor.nbytes() != tensor.storage().nbytes()) return;

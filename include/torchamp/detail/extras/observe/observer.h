@@ -21,13 +21,14 @@ namespace torchamp::detail {
 // Note [Slots of observers]
 // LibTorch calls a plain function for each op, without user data. So each slot of a small table has
 // a function, which finds its observer there. A thread may call the function after the observation
-// has ended, when the slot is empty or reused: it has an old state of the observed thread, or is
-// that thread and another one has ended the observation. So an observer gets only the calls of
-// threads with its own callback, by LibTorch's number of it.
+// has ended, when the slot is empty or reused: either it has an old state of the observed thread,
+// or another thread has ended the observation. So an observer gets only calls of threads with its
+// own callback, which LibTorch's number identifies.
 //
 // Note [Callbacks at a program's end]
 // LibTorch stores a thread's callbacks in a thread_local object. Static objects are destroyed after
-// those of the main thread, and must not touch it: its target is freed.
+// the thread_local objects of the main thread. They must not use the callbacks, whose memory is
+// freed.
 
 /// Receives calls, from any thread.
 class Observer {
@@ -43,12 +44,12 @@ class Observer {
   /// matter.
   virtual std::unique_ptr<Call> begin(const at::RecordFunction& call) = 0;
 
-  /// It ends, on the same thread; without outputs if it threw.
+  /// The call ends, on the same thread; without outputs if it threw.
   virtual void end(const at::RecordFunction& call, Call& begun) = 0;
 };
 
 /// Whether the calling thread still has a list of callbacks: see
-/// Note [Callbacks at a program's end]. If it has not asked before, unknown: true.
+/// Note [Callbacks at a program's end]. True if this is the thread's first call.
 inline bool has_callbacks() {
   static thread_local bool gone = false;
   struct End {
@@ -61,8 +62,8 @@ inline bool has_callbacks() {
   return true;
 }
 
-/// What an observer is told of. Whoever looks at the nodes of a backward pass holds their gradients
-/// meanwhile, so that LibTorch copies what it would take.
+/// The calls that an observer gets. An observer of backward nodes holds their gradients meanwhile,
+/// so LibTorch copies gradients that it would otherwise take over.
 enum class Watched { ops_and_nodes, ops };
 
 class ObserverTable {
@@ -94,8 +95,8 @@ class ObserverTable {
     callbacks_[slot] = at::INVALID_CALLBACK_HANDLE;
   }
 
-  /// Starts reporting the calling thread's calls to the observer in `slot`, and removes callbacks
-  /// that ended observations have left.
+  /// Starts to report the calling thread's calls to the observer in `slot`, and removes callbacks
+  /// of observations that have ended.
   at::CallbackHandle listen(std::size_t slot, Watched watched) {
     const std::scoped_lock lock(mutex_);
     const auto begins = functions();
@@ -160,8 +161,8 @@ class ObserverTable {
 };
 
 /// While it lives, an observer receives the calls of the calling thread, and of LibTorch's threads
-/// with its state. The same thread must destroy it: another one ends the observation, warns, and
-/// leaves the callback registered.
+/// with its state. The same thread must destroy it. If another thread destroys it, the observation
+/// ends, it warns, and the callback stays registered.
 class Observation {
  public:
   Observation(const char* who, std::shared_ptr<Observer> observer,
@@ -176,8 +177,8 @@ class Observation {
     ObserverTable::instance().remove(slot_);
     if (thread_ != std::this_thread::get_id()) {
       TORCH_WARN("~", who_,
-                 ": destroyed by another thread than the one that made it, whose ops keep calling "
-                 "it without effect. Keep it in the scope that it observes.");
+                 ": destroyed by another thread than the thread that made it, whose ops still call "
+                 "it, without effect. Make it a local variable.");
       return;
     }
     if (has_callbacks()) at::removeCallback(callback_);

@@ -33,7 +33,7 @@
 
 namespace torchamp::detail {
 
-/// Arithmetic of recorders, which no observer sees.
+/// Arithmetic of recorders, which is hidden from observers.
 class NotRecordedOps {
  private:
   at::DisableRecordFunctionGuard not_recorded_;
@@ -89,9 +89,9 @@ struct RecordedOp {
   c10::OperatorHandle handle;
   std::string full_name;  // "aten::add.Tensor"
   std::string label;      // "add.Tensor", as a Policy takes it
-  bool is_conversion;     // asks for another dtype: `to` and what it calls
+  bool is_conversion;     // requests another dtype: `to` and the ops that it calls
   bool is_copy;           // into a tensor whose dtype is given
-  bool computes;          // gives values of its own: no view, and no new tensor like another
+  bool computes;          // computes values: no view, and no empty tensor
   bool is_mutable;
   bool promotes;  // see Note [One cast for an addition]
 
@@ -125,11 +125,11 @@ struct RecordedCall : Observer::Call {
   std::string node{};    // the autograd node that runs, in backward
   bool in_backward = false;
   bool creates_graph = false;      // backward does
-  const RecordedOp* op = nullptr;  // null unless it is one
+  const RecordedOp* op = nullptr;  // null if the call is no op
   Self* caller = nullptr;          // the op that makes the call; null: the program, or backward
   Self* outer = nullptr;           // the call around it on this thread
 
-  /// Whether it computes gradients: in backward, except where a node runs a function again.
+  /// Whether it computes gradients: in backward, except if a node runs a function again.
   bool is_of_backward() const {
     return in_backward && (creates_graph || !at::GradMode::is_enabled());
   }
@@ -156,7 +156,7 @@ class Recording : public Observer {
     const bool is_scope = call.scope() == at::RecordScope::USER_SCOPE;
     if (is_scope && (name.starts_with(choice_scope) || name.starts_with(fp8_scope) ||
                      name.starts_with(weight_cast_scope))) {
-      if (outer != nullptr) hear(name, *outer);
+      if (outer != nullptr) take_report(name, *outer);
       return nullptr;
     }
     auto begun = std::make_unique<Recorded>();
@@ -222,7 +222,7 @@ class Recording : public Observer {
   /// `parameters`: by their names in the model.
   explicit Recording(const NamedParameters& parameters) {
     for (const auto& [name, parameter] : parameters) {
-      // Of a shared one, the first name.
+      // For a shared parameter, the first name.
       if (!parameter.defined() || owners_.find(storage_of(parameter)) != nullptr) continue;
       const auto dot = name.rfind('.');
       owners_.set(parameter, dot == std::string::npos ? "" : name.substr(0, dot));
@@ -235,9 +235,9 @@ class Recording : public Observer {
   virtual void end_op(const at::RecordFunction& call, Recorded& begun) = 0;
   virtual void begin_node(const at::RecordFunction&, Recorded&) {}
   virtual void end_node(Recorded&) {}
-  /// A message of an autocast kernel by the name of an empty scope within a call, see
-  /// Note [A choice is told once].
-  virtual void hear(std::string_view, Recorded&) {}
+  /// A report of an autocast kernel by the name of an empty scope in a call, see
+  /// Note [Reports of a choice].
+  virtual void take_report(std::string_view, Recorded&) {}
 
   mutable std::mutex mutex_;  // autograd has a thread for each device
 
@@ -260,7 +260,7 @@ class Recording : public Observer {
     if (known != nullptr) return known;
     for (const WeakTensor& weak : parameters_) {
       const at::Tensor parameter = weak.lock();
-      // Those of other devices may be written to now, by autograd's threads for these.
+      // Autograd's threads for other devices may be writing to gradients of those devices.
       if (!parameter.defined() || parameter.device() != tensor.device()) continue;
       const at::Tensor& gradient = parameter.unsafeGetTensorImpl()->grad();
       if (!gradient.defined()) continue;
@@ -271,7 +271,7 @@ class Recording : public Observer {
     return gradients_.find(storage_of(tensor));
   }
 
-  /// Records the module for autograd nodes made in `call`, except those of inner calls.
+  /// Records the module for autograd nodes that are created in `call`, but not in inner calls.
   void name_new_nodes(const Recorded& call) {
     if (call.module.empty()) return;
     const uint64_t thread = at::RecordFunction::currentThreadId();

@@ -39,8 +39,8 @@ inline const OpFamily* family_named(std::string_view word) {
   return nullptr;
 }
 
-/// The lines of a policy's text after the first, one for each edit: empty for one that later ones
-/// have removed. `call` begins the error texts.
+/// The lines of a policy's text after the first, one for each edit; empty if later edits have
+/// removed the edit. `call` begins the error texts.
 inline std::vector<std::string> lines_of_edits(const char* call, const PolicyData& policy) {
   std::vector<std::string> lines(policy.edits.size());
   for (std::size_t i = 0; i < lines.size(); ++i) {
@@ -113,8 +113,8 @@ class PolicyParser {
   explicit PolicyParser(std::string where, bool is_environments = false)
       : where_(std::move(where)), is_environments_(is_environments) {}
 
-  /// The policy for all ops. What stands under a line "module NAME" goes to `modules`: what is
-  /// different there, or a policy of its own; null: such a line is an error.
+  /// Returns the policy for all ops. The part under a line "module NAME" goes to `modules`: edits
+  /// for the module, or its own policy. If `modules` is null, such a line is an error.
   std::shared_ptr<const PolicyData> parse(std::string_view text,
                                           PoliciesOfModules* modules = nullptr) {
     policy_ = nullptr;
@@ -139,15 +139,15 @@ class PolicyParser {
   }
 
  private:
-  /// Ends the part before the line "module NAME", and begins that of the module.
+  /// Ends the part before the line "module NAME", and begins the module's part.
   void end_part(std::shared_ptr<const PolicyData>& common, PoliciesOfModules& modules,
                 const std::string& module) {
-    TORCH_CHECK(policy_, where_, ": nothing stands before the line 'module ", module,
-                "'. The text begins with 'policy standard' or 'policy torch', which holds for all "
-                "ops.");
+    TORCH_CHECK(policy_, where_, ": there is no policy before the line 'module ", module,
+                "'. The text must begin with 'policy standard' or 'policy torch', which holds for "
+                "all ops.");
     TORCH_CHECK(!module.empty(), where_, " has a line 'module' without a name.");
     TORCH_CHECK(modules_.insert(module).second, where_, " has two lines 'module ", module,
-                "'. Put what is under them under one.");
+                "'. Put the edits of both under one of them.");
     (common ? modules.back().second : common) = finished();
     modules.emplace_back(module, nullptr);
     policy_ = std::make_shared<PolicyData>(*common);
@@ -156,7 +156,7 @@ class PolicyParser {
 
   std::shared_ptr<const PolicyData> finished() const {
     TORCH_CHECK(policy_, where_,
-                ": the text is empty. It starts with 'policy standard' or 'policy torch'.");
+                ": the text is empty. It must begin with 'policy standard' or 'policy torch'.");
     if (policy_->edits.empty()) return unedited(policy_->base);
     return policy_;
   }
@@ -208,7 +208,7 @@ class PolicyParser {
                                                                   : BaseTable::torch);
   }
 
-  /// Takes what is in brackets behind "fp8" out of `head`.
+  /// Removes the brackets after "fp8" from `head`, and returns their contents.
   std::string take_options(std::string& head) const {
     const auto open = head.find('(');
     if (open == std::string::npos) return {};
@@ -250,7 +250,7 @@ class PolicyParser {
       if (dtype_name(dtype) == name) return dtype;
     }
     check(false, "'", shorten(name), "' is not float16, bfloat16 or float32");
-    return at::kFloat;  // not reached, which GCC does not see without optimisation
+    return at::kFloat;  // not reached, but GCC warns without it
   }
 
   template <class... Pieces>
@@ -266,7 +266,7 @@ class PolicyParser {
   std::shared_ptr<PolicyData> policy_;  // null before the line of its base; edited in place
 };
 
-/// What is in the file. `call` begins the error texts.
+/// The contents of the file. `call` begins the error texts.
 inline std::string read_policy_file(const std::string& call, const std::string& path) {
   constexpr std::size_t longest = std::size_t{1} << 20;
   errno = 0;

@@ -65,7 +65,7 @@ inline void print_wrapped(std::ostream& out, const std::vector<std::string>& nam
 /// A rule, and what it does: see Policy::effect.
 using PrintedRule = std::pair<Cast, Cast>;
 
-/// The rules in force on a device, of the ops that the policy or LibTorch's kernels speak of.
+/// The rules on a device, for all ops of the policy and of LibTorch's kernels.
 inline std::map<std::string, PrintedRule> rules_in_force(const PolicyData& policy,
                                                          at::DeviceType device) {
   std::map<std::string, PrintedRule> rules;
@@ -76,14 +76,14 @@ inline std::map<std::string, PrintedRule> rules_in_force(const PolicyData& polic
   for_each_candidate(policy, [&](const TabledOp& tabled) { add(tabled.op); });
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getRegistrationsForDispatchKey(autocast_key(device))) {
-    // Kernels of torchamp are there too, those that policies before this one asked for.
+    // The dispatcher also has torchamp's kernels, which earlier policies have registered.
     const auto op = dispatcher.findSchema(name);
     if (op && has_native_kernel(*op, device)) add(*op);
   }
   return rules;
 }
 
-/// The ops of one rule, where LibTorch's kernels decide those that do `effect`.
+/// Prints the ops of one rule. If LibTorch's kernels decide: the ops with this `effect`.
 inline void print_group(std::ostream& out, const std::map<std::string, PrintedRule>& rules,
                         Cast cast, Cast effect) {
   std::vector<std::string> names;
@@ -98,9 +98,8 @@ inline void print_group(std::ostream& out, const std::map<std::string, PrintedRu
   print_wrapped(out, names);
 }
 
-/// Whether a row is among the devices that say all of a policy: for each kind of lists the first
-/// that follows them, so that a table printed without a GPU tells what one will do, and all that
-/// are present.
+/// Whether to print a device type: for each kind of lists the first type that follows them, so that
+/// a table printed without a GPU shows the rules on a GPU; and all types that are present.
 inline bool is_to_print(const DeviceFacts& row) {
   for (const DeviceFacts& facts : device_facts) {
     if (facts.follows_cuda_lists != row.follows_cuda_lists) continue;

@@ -109,7 +109,7 @@ inline at::Tensor with_history(const at::Tensor& tensor, const NodePtr& node) {
 // to it, as to a batch counter, which belongs to each run. Tensors that are destroyed after the run
 // were the function's own.
 
-/// Throws if a tensor that a function has read was written to since.
+/// Throws if a tensor that a function has read was written since.
 inline void check_unchanged(const std::vector<SeenTensor>& reads) {
   for (const SeenTensor& read : reads) {
     const at::Tensor tensor = read.lock();
@@ -125,7 +125,7 @@ inline void check_unchanged(const std::vector<SeenTensor>& reads) {
 class ReadRecorder {
  public:
   ReadRecorder() : outer_(std::exchange(innermost(), this)) {
-    if (outer_ != nullptr) return;  // whose callback tells all
+    if (outer_ != nullptr) return;  // the outer recorder's callback reports all ops
     callback_ = at::addThreadLocalCallback(at::RecordFunctionCallback(&begin, &end)
                                                .needsInputs(true)
                                                .needsOutputs(true)
@@ -178,7 +178,8 @@ class ReadRecorder {
     }
   }
 
-  /// An output seen since its op began, as an argument of an inner op, was made there.
+  /// If an output was first recorded since its op began, as an argument of an inner op, the op made
+  /// it.
   void see(const at::Tensor& tensor, bool is_output) {
     if (!tensor.defined() || tensor.is_inference()) return;
     const auto known = seen_.find(tensor.unsafeGetTensorImpl());
@@ -208,12 +209,12 @@ struct DroppedGraph {
   NodeEpoch epoch;
   /// The edges out of it, with their places among the RecomputeNode's next edges.
   std::unordered_map<torch::autograd::Edge, std::size_t> outer_edges;
-  /// The number of leaves that the function itself made. Nobody sees their gradient.
+  /// The number of leaves that the function itself made. Their gradients are not used.
   std::size_t inner_leaves = 0;
   std::vector<SeenTensor> reads;
 
-  /// `edge`, if it is an outer one, or that at the end of the single path from a node that the
-  /// forward left behind.
+  /// `edge`, if it is an outer edge; otherwise the edge at the end of the single path from a node
+  /// of the forward.
   std::optional<torch::autograd::Edge> outer_edge_behind(torch::autograd::Edge edge) const {
     while (!outer_edges.contains(edge)) {
       if (!epoch.is_younger(*edge.function)) return std::nullopt;

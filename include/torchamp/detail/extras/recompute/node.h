@@ -31,15 +31,15 @@ namespace torchamp::detail {
 // Note [Weight casts in a recomputed function]
 // LibTorch's cache of cast weights returns tensors with a history, to all threads. A cast from
 // before the call would be an outer edge that the recomputation, after the region's end, cannot
-// reach; and one of the recomputation, whose edges are cut, would reach the graphs of other
-// threads. So the function bypasses that cache, both times. torchamp's own cache holds values, and
-// each use has its own node: these may be shared.
+// reach. A cast of the recomputation, whose edges are cut, would reach the graphs of other threads.
+// So the function bypasses this cache, both times. torchamp's own cache holds values, and each use
+// has its own node: these may be shared.
 
 /// The state of the forward for the recomputation.
 struct RecomputeContext {
   AutocastState autocast = AutocastState::of_this_thread();
-  std::optional<RngState> rng;      // unset: as it comes
-  std::vector<at::Tensor> buffers;  // that the function changes, and that are to change once
+  std::optional<RngState> rng;      // unset: not preserved
+  std::vector<at::Tensor> buffers;  // that the function changes, and that must change only once
 };
 
 // Note [How a function is recomputed]
@@ -47,8 +47,8 @@ struct RecomputeContext {
 // resulting graph is searched once for the edges out of it: to the parameters and other tensors
 // with a history that the function uses besides its inputs. Then it is dropped, with the
 // activations, and replaced by one RecomputeNode with the edges of the inputs and those outer
-// edges. So autograd knows all dependencies of the function: inputs that do not require grad,
-// torch::autograd::grad() of a captured parameter, hooks on parameters (such as those of data
+// edges. So autograd has all dependencies of the function: inputs that do not require grad,
+// torch::autograd::grad() of a captured parameter, hooks on parameters (such as the hooks of data
 // parallelism) and nested checkpoints behave as without a checkpoint.
 //
 // Backward rebuilds the graph, redirects each edge out of it to a GradientSink, runs the engine
@@ -58,12 +58,13 @@ struct RecomputeContext {
 // "Out of it" means: to a leaf, or to a node that is older than the call or of another thread.
 
 // Note [Outputs that share memory]
-// An output's history is the RecomputeNode, whatever else views its memory, and the others' history
-// would miss an in-place change of it. So an output is copied if anything that remains after the
-// call shares its memory: an input, a captured tensor, an output. Outputs without a history are
-// copied likewise, except tensors that the function passes through, which belong to their creator.
+// An output's history is the RecomputeNode, even if other tensors share its memory, and their
+// history would miss an in-place change of it. So an output is copied if a tensor that remains
+// after the call shares its memory: an input, a captured tensor, an output. Outputs without a
+// history are copied likewise, except tensors that the function passes through, which belong to
+// their creator.
 
-/// A function from tensors to tensors: the user's, without all else.
+/// The user's function as a function from tensors to tensors.
 using TensorFunction = std::function<std::vector<at::Tensor>(std::vector<at::Tensor>)>;
 
 inline bool needs_gradient(const at::Tensor& tensor) {
@@ -220,7 +221,7 @@ inline torch::autograd::edge_list RecomputeNode::edges_out_of(
   return outer;
 }
 
-/// Takes the edges of the inputs, and those out of the dropped graph.
+/// Takes the edges of the inputs, and the edges out of the dropped graph.
 inline void RecomputeNode::set_edges(const std::vector<at::Tensor>& inputs,
                                      torch::autograd::edge_list outer) {
   torch::autograd::edge_list edges;
@@ -275,8 +276,8 @@ inline std::vector<at::Tensor> RecomputeNode::run(TensorFunction function,
   return outputs;
 }
 
-/// Lets the histories of inputs end in sinks. With `create_graph`, the recomputed graph stays
-/// connected to what is behind these.
+/// Makes the histories of inputs end in sinks. With `create_graph`, the recomputed graph stays
+/// connected to the inputs' histories.
 inline Sinks RecomputeNode::cut_inputs(std::vector<at::Tensor>& inputs, bool create_graph) const {
   Sinks sinks{std::vector<NodePtr>(num_outputs()), {}, {}};
   for (std::size_t i = 0; i < inputs.size(); ++i) {
@@ -325,8 +326,8 @@ inline std::vector<torch::autograd::Node*> RecomputeNode::roots_of(
   return roots;
 }
 
-/// The gradients at the sinks, by their places among the next edges. Those of a view go on to its
-/// base, see Note [Captured views whose base has changed].
+/// The gradients at the sinks, by their places among the next edges. Gradients of a view are sent
+/// to its base, see Note [Captured views whose base has changed].
 inline torch::autograd::variable_list RecomputeNode::run_backward(
     const std::vector<at::Tensor>& outputs, torch::autograd::variable_list gradients,
     const Sinks& sinks, bool create_graph) const {

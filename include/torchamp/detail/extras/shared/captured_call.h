@@ -17,7 +17,7 @@ namespace torchamp::detail {
 
 using Tensors = std::vector<at::Tensor>;
 
-/// The inputs of an iteration as a graph's function gets them: those on the host are copied.
+/// The inputs of an iteration on a graph's device: inputs on the host are copied.
 inline Tensors inputs_on(c10::Device device, const Tensors& inputs) {
   Tensors there = inputs;
   for (at::Tensor& input : there) {
@@ -28,7 +28,7 @@ inline Tensors inputs_on(c10::Device device, const Tensors& inputs) {
 
 /// A call of an iteration that may be captured.
 struct CapturedCall {
-  /// The type of the function that it runs; those of one type share graphs.
+  /// The type of the function; functions of the same type share graphs.
   const std::type_info* function = nullptr;
   /// Whether it is one of several micro-batches, whose gradients add up, and its number.
   bool in_window = false;
@@ -49,12 +49,12 @@ struct BodyResult {
   std::shared_ptr<const void> of_step;  ///< a TrainingStep's TrainingResult
 };
 
-/// What captures the iterations of a TrainingStep and replays them.
+/// Captures the iterations of a TrainingStep and replays them.
 struct StepCapture {
   std::function<const BodyResult&(const Tensors&, const CapturedCall&)> run;
   /// Calls a function on the stream of the graphs, whose memory it may use.
   std::function<void(const std::function<void()>&)> run_eagerly;
-  /// What is captured no longer holds.
+  /// The captured graphs are no longer valid: capture again.
   std::function<void()> capture_again;
   explicit operator bool() const { return run != nullptr; }
 };

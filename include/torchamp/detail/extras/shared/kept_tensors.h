@@ -22,28 +22,28 @@ inline bool is_alike(const at::Tensor& one, const at::Tensor& other) {
          one.sizes() == other.sizes();
 }
 
-/// Tensors at construction, to be restored. Call with gradients off.
+/// The values of tensors at construction, to restore them. Call with gradients off.
 class WriteBack {
  public:
   /// Where the copies of values are.
   enum class Copies {
     none,
-    beside,   ///< on the tensor's device; only what was written to is brought back
-    on_host,  ///< none of tensors that repeat elements, which nothing fills
+    on_device,  ///< on the tensor's device; only tensors that were written are restored
+    on_host,    ///< no copies of tensors that repeat elements, which nothing fills
   };
 
   void add(const at::Tensor& tensor, Copies copies) {
     if (!tensor.defined()) return;
     const at::Tensor memory = tensor.detach();
     at::Tensor values;
-    if (copies == Copies::beside) values = memory.clone();
+    if (copies == Copies::on_device) values = memory.clone();
     if (copies == Copies::on_host && !repeats_elements(memory)) {
       values = memory.to(at::kCPU, memory.scalar_type(), /*non_blocking=*/false, /*copy=*/true);
     }
     all_.push_back({tensor, memory, values, copies, tensor.requires_grad()});
   }
 
-  /// A tensor as it was: its memory, and a copy of its values.
+  /// A tensor's memory, and a copy of its values.
   struct Kept {
     at::Tensor tensor, memory, values;
     Copies copies;
@@ -53,7 +53,7 @@ class WriteBack {
 
   /// Needs no device memory if the copies are on the host.
   void put_back() const {
-    for (auto one = all_.rbegin(); one != all_.rend(); ++one) {  // one may be there twice
+    for (auto one = all_.rbegin(); one != all_.rend(); ++one) {  // a tensor may be listed twice
       const auto& [tensor, memory, values, copies, requires_grad] = *one;
       const bool lies_there =
           is_alike(tensor, memory) && tensor.has_storage() && tensor.is_alias_of(memory);

@@ -37,16 +37,16 @@ inline void add_to_main(at::Tensor& sum, const at::Tensor& gradient, const at::T
   }
 }
 
-/// A weight of the model, and the parameter of the optimizer that is to have its gradient: the
-/// master, or the weight itself if it is split.
+/// A weight of the model, and the optimizer's parameter that gets its gradient: the master, or the
+/// weight itself if it is split.
 struct MovedGradient {
   at::Tensor weight, owner;
   at::Tensor sum = {};  // in fp32: the owner's gradient, plus the weight's
 };
 
-/// Adds the gradients of weights to the owners' gradients, in fp32, and clears them. Weights
-/// without a gradient, and split ones whose gradient is fp32 already, are left out. Returns whether
-/// any was moved. If it throws, the model still has its gradients.
+/// Adds the gradients of weights to the owners' gradients, in fp32, and clears them. Skips weights
+/// without a gradient, and split weights whose gradient is already fp32. Returns whether any was
+/// moved. If it throws, the model still has its gradients.
 inline bool move_gradients(std::vector<MovedGradient> gradients) {
   std::erase_if(gradients, [](const MovedGradient& one) {
     const at::Tensor& gradient = gradient_of(one.weight);

@@ -22,33 +22,33 @@ namespace torchamp::detail {
 
 // Note [Shards]
 // ShardedMasterWeights gives each process's optimizer a shard of each master. Code that needs all
-// gradients, or writes an optimizer's whole state, must ask the other processes, which it finds at
-// the shard: the tensors of its WeightMeta. All processes have a shard of equal size of every
-// master, so they always ask together.
+// gradients, or writes an optimizer's whole state, must communicate with the other processes; it
+// finds them in the shard's WeightMeta. All processes have a shard of equal size of every master,
+// so they always communicate together.
 
 /// Gradients in the model that were not sent to the shards.
 class UnsentGradients {
  public:
   virtual ~UnsentGradients() = default;
 
-  /// Of the model: those that the shards are of.
+  /// The model's parameters to which the shards belong.
   virtual const std::vector<at::Tensor>& parameters() const = 0;
-  /// Whether there are any from passes within no_sync().
+  /// Whether there are any from passes under no_sync().
   virtual bool any() const = 0;
   /// Sends them, as the end of a backward pass outside no_sync() does. Collective.
   virtual void send() = 0;
-  /// Drops them, and those left by an exception.
+  /// Drops them, and gradients that an exception has left.
   virtual void drop() = 0;
 };
 
-/// Operations of shards apart from steps.
+/// Operations of shards other than steps.
 class StoredShards : public Shards {
  public:
   /// Gathers the whole state of `optimizer` on process 0, for save().
   virtual void gather(const torch::optim::Optimizer& optimizer) = 0;
   virtual void save(const torch::optim::Optimizer& optimizer,
                     torch::serialize::OutputArchive& archive) = 0;
-  /// Takes this process's shards of a whole state.
+  /// Loads this process's shards from a whole state.
   virtual void load(torch::optim::Optimizer& optimizer,
                     torch::serialize::InputArchive& archive) const = 0;
 
@@ -104,10 +104,11 @@ class Masters {
   virtual bool* syncs() { return nullptr; }
 };
 
-/// The data at a master by which code with only the optimizer finds the model's weight.
+/// Data attached to a master, by which code with only the optimizer finds the model's weight.
 struct MasterMeta final : WeightMeta {
   WeakTensor narrow;
-  std::optional<SeenTensor> left;  ///< the weight's, when the master's was last dropped alone
+  /// The weight's gradient, when only the master's gradient was dropped.
+  std::optional<SeenTensor> left;
 
   void note_gradient_dropped() override {
     const at::Tensor weight = narrow.lock();
@@ -116,7 +117,7 @@ struct MasterMeta final : WeightMeta {
   }
 };
 
-/// Not for a master that carries data of its device's own.
+/// Does nothing for a master with data that is specific to its device.
 inline void note_narrow(const at::Tensor& master, const at::Tensor& narrow) {
   if (master.unsafeGetTensorImpl()->get_backend_meta()) return;
   auto meta = c10::make_intrusive<MasterMeta>();
@@ -124,25 +125,26 @@ inline void note_narrow(const at::Tensor& master, const at::Tensor& narrow) {
   master.unsafeGetTensorImpl()->set_backend_meta(std::move(meta));
 }
 
-/// Null for what is no master.
+/// Null if the tensor is no master.
 inline const MasterMeta* master_meta_of(const at::Tensor& tensor) {
   return dynamic_cast<const MasterMeta*>(tensor.unsafeGetTensorImpl()->get_backend_meta());
 }
 
-/// The weight of the model whose master this is; undefined if it is none.
+/// The weight of the model whose master this is; undefined if this is no master.
 inline at::Tensor narrow_of(const at::Tensor& master) {
   const MasterMeta* const meta = master_meta_of(master);
   return meta ? meta->narrow.lock() : at::Tensor();
 }
 
-/// What LibTorch calls after it has accumulated the gradient of `weight`, if anything.
+/// The hook that LibTorch calls after it has accumulated the gradient of `weight`; null if there is
+/// none.
 inline torch::autograd::PostAccumulateGradHook* hook_of(const at::Tensor& weight) {
   namespace impl = torch::autograd::impl;
   return impl::get_autograd_meta(weight) ? impl::post_acc_grad_hooks(weight).get() : nullptr;
 }
 
-/// Drops the gradients in the model of the weights whose masters `optimizer` has: those not taken,
-/// and those not sent. (The optimizer's own are already dropped.)
+/// Drops the model's gradients of weights whose masters `optimizer` has: gradients that were not
+/// taken, and gradients that were not sent. (The optimizer's own gradients are already dropped.)
 inline void drop_model_gradients(const torch::optim::Optimizer& optimizer) {
   if (const auto unsent = unsent_of(optimizer)) unsent->drop();
   any_parameter(optimizer, [](const at::Tensor& master) {

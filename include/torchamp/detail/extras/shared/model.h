@@ -39,8 +39,8 @@ class Model {
   std::shared_ptr<torch::nn::Module> module_;
 };
 
-/// The modes (train() or eval()) of all modules of some models at one moment, and where their
-/// parameters and buffers are, and which of them require gradients.
+/// A record of some models: the modes (train() or eval()) of all modules, the memory of parameters
+/// and buffers, and which of them require gradients.
 class SeenModels {
  public:
   SeenModels() = default;
@@ -53,12 +53,12 @@ class SeenModels {
     }
   }
 
-  void add(const at::Tensor& tensor) {  // once: an optimizer's parameters are the models', too
+  void add(const at::Tensor& tensor) {  // once: an optimizer and a model share parameters
     if (!known_.insert(tensor.unsafeGetTensorImpl()).second) return;
     tensors_.push_back({tensor, address_of(tensor), tensor.requires_grad()});
   }
 
-  /// Whether all of this is so now.
+  /// Whether nothing has changed since.
   bool hold() const {
     return std::ranges::all_of(
                modes_, [](const auto& one) { return one.first->is_training() == one.second; }) &&

@@ -16,6 +16,7 @@
 
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/deferred_clip.h"
+#include "torchamp/detail/core/gradients/optimizer_identity.h"
 #include "torchamp/scaled_step.h"
 
 namespace torchamp::detail {
@@ -23,15 +24,15 @@ namespace torchamp::detail {
 using OptimizerPointers = std::vector<std::shared_ptr<torch::optim::Optimizer>>;
 
 // Note [Several optimizers as one]
-// To a scaler, a clip and an accumulation, several optimizers that step together are one optimizer
-// with the parameters of all: it has one overflow flag and one norm, so all of its members step or
-// none. An OptimizerSet has the members' groups to that end. The members' own groups hold the
-// options; the copies in the set are not used.
+// For a scaler, a clip and an accumulation, several optimizers that step together are one optimizer
+// with the parameters of all: it has one overflow flag and one norm, so either all members step or
+// none. For this an OptimizerSet has copies of the members' groups. Options in these copies are not
+// used; the members' own groups hold the options.
 
 /// Several optimizers as one that steps all of them.
-class OptimizerSet : public torch::optim::Optimizer {
+class OptimizerSet : public torch::optim::Optimizer, public NamedOptimizer {
  public:
-  /// Errors: a parameter that is in two of them, or in one twice.
+  /// Errors: a parameter that is in two members, or twice in one member.
   explicit OptimizerSet(OptimizerPointers members)
       : Optimizer(ParamGroups(), std::make_unique<torch::optim::OptimizerOptions>()),
         members_(std::move(members)) {
@@ -50,7 +51,9 @@ class OptimizerSet : public torch::optim::Optimizer {
 
   const OptimizerPointers& members() const { return members_; }
 
-  /// Takes parameters that the program has added to members since.
+  const char* name_in_errors() const final { return "the optimizers of a TrainingStep"; }
+
+  /// Adds parameters that the program has added to members since.
   void update_groups() {
     if (has_all_parameters()) return;
     param_groups_.clear();
@@ -60,7 +63,7 @@ class OptimizerSet : public torch::optim::Optimizer {
   }
 
   at::Tensor step(LossClosure closure = nullptr) override {
-    TORCH_INTERNAL_ASSERT(!closure, "OptimizerSet: no closure");
+    TORCH_INTERNAL_ASSERT(!closure, "TrainingStep: its optimizers take no closure");
     for (const auto& member : members_) member->step();
     return {};
   }
@@ -84,7 +87,7 @@ class OptimizerSet : public torch::optim::Optimizer {
 /// A set of optimizers that divide and skip on the device.
 class ScaledOptimizerSet final : public OptimizerSet, public ClippingStep, public CapturedStep {
  public:
-  /// Errors also: a split weight in a member that is not fused.
+  /// Errors: as OptimizerSet; a split weight in a member that is not fused.
   explicit ScaledOptimizerSet(OptimizerPointers members) : OptimizerSet(std::move(members)) {
     for (const auto& member : this->members()) {
       if (dynamic_cast<const ClippingStep*>(member.get())) continue;
@@ -103,7 +106,7 @@ class ScaledOptimizerSet final : public OptimizerSet, public ClippingStep, publi
     return {};
   }
 
-  // Each member is called, whatever an earlier one returns.
+  // Each member is called, even if an earlier member returns false.
   bool prepare_captured_step() override {
     bool is_as_before = true;
     for_each_captured([&](CapturedStep& step) { is_as_before &= step.prepare_captured_step(); });

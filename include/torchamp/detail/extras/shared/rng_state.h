@@ -60,8 +60,8 @@ class RngState {
     return bytes_of;
   }
 
-  /// Of the default generator of each device. Throws for a device that the process does not have,
-  /// and for what is no state of its generator.
+  /// The states of the default generators of these devices. Throws for a device that the process
+  /// does not have, and for a tensor that is no state of its generator.
   static RngState from(const std::map<std::string, at::Tensor>& by_device) {
     RngState state;
     for (const auto& [name, bytes] : by_device) {

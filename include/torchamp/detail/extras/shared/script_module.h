@@ -15,8 +15,8 @@ namespace torchamp::detail {
 
 /// A TorchScript module as a module of torch::nn: it has the script's parameters and buffers under
 /// the script's names, and its train() and eval() are the script's. A parameter, a buffer or a
-/// submodule that the script has twice is registered once. It does not see members that are added
-/// to or replaced in the script later.
+/// submodule that the script has twice is registered once. Members that are added to the script or
+/// replaced later are not registered.
 class ScriptModule final : public torch::nn::Module {
  public:
   static std::shared_ptr<ScriptModule> of(const torch::jit::Module& script) {

@@ -12,10 +12,11 @@
 
 namespace torchamp::detail {
 
-/// Returns the places of the values in ascending order of their key; equal ones stay as they are.
+/// Returns the places of the values in ascending order of their key; the order of equal values does
+/// not change.
 ///
-/// In place of std::stable_sort: that of libstdc++ 12 calls a function that is deprecated, of which
-/// clang++ 19 warns wherever it is used.
+/// Used instead of std::stable_sort, which in libstdc++ 12 calls a deprecated function: clang++ 19
+/// warns of it at each use.
 template <class T, class Key>
 std::vector<std::size_t> stable_order(const std::vector<T>& values, Key key) {
   std::vector<std::size_t> order(values.size());

@@ -118,7 +118,7 @@ struct ShowsItsTensors<std::reference_wrapper<T>> : std::false_type {};
 template <class Character, class Traits, class Allocator>
 struct ShowsItsTensors<std::basic_string<Character, Traits, Allocator>> : std::true_type {};
 
-/// Calls a module holder's (or pointer's) forward, or anything else as it is.
+/// Calls the forward of a module holder or pointer; calls anything else directly.
 template <class Function, class... Inputs>
 decltype(auto) call_forward(Function& function, Inputs&&... inputs) {
   if constexpr (requires { function->forward(std::forward<Inputs>(inputs)...); }) {

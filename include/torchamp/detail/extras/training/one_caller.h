@@ -18,15 +18,15 @@ class OneCaller {
   /// A call of the current thread, while it lives.
   class Call {
    public:
-    /// Throws while another thread is in a call, and, for a call that cannot be nested, while this
-    /// one is. `name` is the call's.
+    /// Throws while another thread is in a call. Throws for a call that cannot be nested while this
+    /// thread is in a call. `name` is the name of the call.
     Call(OneCaller& caller, const char* name, Nested nested = Nested::allowed) : caller_(caller) {
-      std::thread::id found;  // nobody
+      std::thread::id found;  // no thread
       is_first_ = caller_.thread_.compare_exchange_strong(found, std::this_thread::get_id());
       TORCH_CHECK(is_first_ || found == std::this_thread::get_id(), name,
                   ": another thread is in a call of this TrainingStep, which serves one thread at "
-                  "a time. Lock a std::mutex around its calls, or give each thread a model, an "
-                  "optimizer and a TrainingStep of its own.");
+                  "a time. Lock a std::mutex around its calls, or give each thread its own model, "
+                  "optimizer and TrainingStep.");
       TORCH_CHECK(is_first_ || nested == Nested::allowed, name,
                   ": called by the function that this TrainingStep is running. Return the sum of "
                   "the losses from one function, or make the calls one after the other.");

@@ -39,11 +39,11 @@ class TrainingResult;
 namespace torchamp::detail {
 
 // Note [Parts of a TrainingStep]
-// A TrainingStep knows masters, graphs, process groups, schedulers and logs by the interfaces
-// below. The value of such an option is a Choice: what the program gives becomes the function that
-// makes the part. So a program that sets an option instantiates its implementation, and no other
-// does: options of masters and graphs name their class; groups and logs have their own headers,
-// which StepGroupOf and StepLogOf name if missing.
+// A TrainingStep uses masters, graphs, process groups, schedulers and logs through the interfaces
+// below. The value of such an option is a Choice: it converts the program's value into a function
+// that creates the part. So only a program that sets an option instantiates its implementation.
+// Options of masters and graphs name their class. Groups and logs have their own headers; if these
+// are not included, errors of StepGroupOf and StepLogOf name them.
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 using Tensors = std::vector<at::Tensor>;
@@ -52,13 +52,13 @@ using Tensors = std::vector<at::Tensor>;
 template <class...>
 inline constexpr bool is_never = false;
 
-/// Not `Type` itself, whose copies its own constructors make.
+/// Any type except `Type` itself, which has its own copy constructors.
 template <class Given, class Type>
 concept OtherThan = !std::same_as<std::remove_cvref_t<Given>, Type>;
 
-/// The value of an option: `make` makes the part that is wanted, and is null where none is.
-/// `Option::maker_of(given...)` has an overload for each type that the option takes, and one for
-/// all others, which says in one error what it takes.
+/// The value of an option: `make` creates the part; it is null if the option is not set.
+/// `Option::maker_of(given...)` has an overload for each type that the option takes. A further
+/// overload takes all other types: its error lists the valid types.
 template <class Option>
 struct Choice {
   Choice() = default;
@@ -87,16 +87,17 @@ OptimizerPointers pointers_of(Made made) {
   }
 }
 
-/// A function that makes an optimizer of `Parameters`, or several, and returns pointers to these.
+/// A function that creates one or several optimizers for `Parameters`, and returns pointers to
+/// them.
 template <class Factory, class Parameters>
 concept MakesOptimizerOf = std::invocable<Factory&, Parameters> &&
     OptimizersMade<std::invoke_result_t<Factory&, Parameters>>;
-/// One that takes the parameters' names, too. (A generic lambda is not asked whether it would.)
+/// A function that also takes the parameters' names. (A generic lambda is not checked for this.)
 template <class Factory>
 concept MakesOptimizerOfNames =
     !std::invocable<Factory&, Tensors> && MakesOptimizerOf<Factory, const NamedTensors&>;
 
-/// Whether a TrainingStep is called with a function, or with inputs and a function of them.
+/// Whether the arguments are a function, or inputs and a function of them.
 template <class... Given>
 inline constexpr bool is_loss_call = false;
 template <class Loss>
@@ -126,7 +127,7 @@ const std::type_info& type_of_function(const Loss& function) {
   }
 }
 
-/// For a call with anything else.
+/// Does not compile, for a call with other arguments.
 template <class... Given>
 constexpr void refuse_arguments() {
   static_assert(
@@ -154,19 +155,19 @@ struct ScalerChoice {
 
 // ---- Processes ----------------------------------------------------------------------------------
 
-/// What averages gradients over processes.
+/// Averages gradients over processes.
 class StepGroup {
  public:
   virtual ~StepGroup() = default;
 
   /// Gives all processes the same parameters, before masters of them are made.
   virtual void broadcast(const torch::nn::Module& model) = 0;
-  /// From now on gradients of `model` are averaged, by its masters where these do so.
+  /// From now on gradients of `model` are averaged, by its masters if these average.
   virtual void attach(const std::shared_ptr<torch::nn::Module>& model, Masters* masters) = 0;
   /// Computes a loss whose backward averages the gradients, unless no_sync() is alive.
   virtual at::Tensor forward(const std::function<at::Tensor()>& loss) = 0;
   virtual std::shared_ptr<void> no_sync() = 0;
-  /// Averages what is left of passes within no_sync().
+  /// Averages gradients of passes under no_sync().
   virtual void sync_gradients() = 0;
   /// The group itself, if it is of that type.
   virtual const void* find(const std::type_info& type) const = 0;
@@ -203,7 +204,7 @@ struct GroupOption {
 
 // ---- Masters ------------------------------------------------------------------------------------
 
-/// A model's parameters as they are before masters of them are made, which give them other memory.
+/// A record of a model's parameters before masters are made, which give them other memory.
 class ModelBefore {
  public:
   explicit ModelBefore(const torch::nn::Module& model) {
@@ -212,7 +213,7 @@ class ModelBefore {
                          parameter.unsafeGetTensorImpl()->get_backend_meta_intrusive_ptr()});
     }
   }
-  /// Once the masters are gone.
+  /// Restores them. Call it after the masters are destroyed.
   void put_back() const {
     for (const Parameter& one : before_) {
       if (hook_of(one.tensor) != one.hook) {
@@ -234,10 +235,11 @@ class ModelBefore {
   std::vector<Parameter> before_;
 };
 
-/// Options of masters, which name these and, where they need a group, its type.
+/// Options of masters, which name the class of the masters and, if they need a group, the type of
+/// the group.
 struct MastersOption {
   using OfModel = std::shared_ptr<torch::nn::Module>;
-  /// And what is asked of the options before.
+  /// Creates the masters. Its members are needed before that.
   struct Maker : std::function<std::unique_ptr<Masters>(const OfModel&, StepGroup*)> {
     at::ScalarType dtype = at::kHalf;
     bool needs_group = false;
@@ -276,7 +278,7 @@ struct MastersOption {
 /// Options of a graph, which name it: CudaGraphOptions.
 struct CaptureOption {
   using Body = std::function<BodyResult(const Tensors&)>;
-  /// And what is asked of the options before.
+  /// Creates the graph. Its member is needed before that.
   struct Maker : std::function<StepCapture(const OptimizerPointers&, const Model&, Body)> {
     bool when_possible = false;
   };
@@ -345,7 +347,7 @@ class StepScheduler {
   torch::optim::LRScheduler* plain_ = nullptr;
 };
 
-/// What has a name in the program, and step() without arguments.
+/// An lvalue with step() without arguments.
 template <class Given>
 concept NamedScheduler = std::is_lvalue_reference_v<Given> && requires(Given given) {
   given.step();
@@ -390,12 +392,12 @@ struct SchedulerOption {
 
 // ---- Logs ---------------------------------------------------------------------------------------
 
-/// What is given each step, and never waits for it.
+/// Gets the result of each step, and never waits for its values.
 class StepLog {
  public:
   virtual ~StepLog() = default;
   virtual void add(std::int64_t step, const TrainingResult& result) = 0;
-  /// Writes all that is not written yet; waits for the device.
+  /// Writes all remaining lines; waits for the device.
   virtual void flush() = 0;
 };
 

@@ -13,8 +13,9 @@
 
 namespace torchamp::detail {
 
-/// The dtype of a region on `device` if the program selects none. 16 bits on each CPU: where its
-/// 16-bit products are slow, they take fp32's time (cpu_products.h), in half of the memory.
+/// The dtype of a region on `device` if the program selects none. All CPUs get 16 bits: if 16-bit
+/// products are slow, they are computed in fp32 (cpu_products.h) and take fp32's time, with half of
+/// the memory.
 inline at::ScalarType default_dtype(at::DeviceType device) {
   return device == at::kCUDA ? at::kHalf : at::autocast::get_autocast_dtype(device);
 }
@@ -34,32 +35,33 @@ namespace TORCHAMP_NAMESPACE {
 
 inline void TrainingStep::check(const TrainingStepOptions& options, bool makes) {
   TORCH_CHECK_VALUE(options.micro_batches >= 1, "TrainingStep: micro_batches is ",
-                    options.micro_batches, ". It is 1 or more.");
+                    options.micro_batches, ". It must be 1 or more.");
   TORCH_CHECK_VALUE(!options.max_grad_norm || *options.max_grad_norm >= 0.,
                     "TrainingStep: max_grad_norm is ", options.max_grad_norm.value_or(0.),
-                    ". It is 0 or more, or left unset.");
+                    ". It must be 0 or more, or unset.");
   TORCH_CHECK_VALUE(!options.dtype || *options.dtype == at::kHalf ||
                         *options.dtype == at::kBFloat16 || *options.dtype == at::kFloat,
                     "TrainingStep: dtype is ", options.dtype.value_or(at::kFloat),
-                    ". It is fp16, bf16, fp32 for no casts, or left unset.");
+                    ". It must be fp16, bf16, fp32 (no casts), or unset.");
   const bool must_capture = options.capture.make && !options.capture.make.when_possible;
   TORCH_CHECK_VALUE(!must_capture || !options.group.make,
                     "TrainingStep: capture and group cannot be together: gradients are averaged on "
                     "streams that a graph cannot hold. Leave one of them out.");
   if (!options.masters.make) return;
-  TORCH_CHECK_VALUE(makes,
-                    "TrainingStep: with masters, the optimizer must step these. Pass a function "
-                    "that creates it: [](auto parameters) { return "
-                    "std::make_unique<torchamp::FusedAdamW>(parameters); }.");
+  TORCH_CHECK_VALUE(
+      makes,
+      "TrainingStep: with masters, the optimizer must step the masters. Pass a function "
+      "that creates it: [](auto parameters) { return "
+      "std::make_unique<torchamp::FusedAdamW>(parameters); }.");
   TORCH_CHECK_VALUE(!options.dtype || *options.dtype == options.masters.make.dtype,
                     "TrainingStep: dtype is ", options.dtype.value_or(at::kFloat),
-                    ", and that of the masters' model ", options.masters.make.dtype,
-                    ". Set the masters' alone.");
+                    ", but the masters' dtype is ", options.masters.make.dtype,
+                    ". Set only the masters' dtype.");
   TORCH_CHECK_VALUE(!options.masters.make.needs_group || options.group.make,
                     "TrainingStep: ShardedMasterWeightsOptions need a process group. Set .group.");
 }
 
-/// What no scaler can step.
+/// Throws for optimizers that no scaler can step.
 inline void TrainingStep::check_optimizer() const {
   for (const auto& optimizer : optimizers_) {
     TORCH_CHECK_VALUE(dynamic_cast<const torch::optim::LBFGS*>(optimizer.get()) == nullptr,
@@ -150,14 +152,14 @@ inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOpt
   if (options.scheduler.make) schedulers_ = options.scheduler.make(optimizers_);
   if (micro_batches_ > 1) {
     accumulation_.emplace(*scaler_, *optimizer_, micro_batches_);
-    accumulation_->speak_in(detail::training_step_terms);
+    accumulation_->set_terms(detail::training_step_terms);
     accumulation_->before_unscale([this] { complete_gradients(); });
   }
   captures_when_possible_ = options.capture.make.when_possible;
   if (options.capture.make && options.group.make) {
     moves_inputs_ = true;
     TORCH_WARN(
-        "TrainingStep: iterations go on eagerly, with the same results: gradients are averaged on "
+        "TrainingStep: iterations run eagerly, with the same results: gradients are averaged on "
         "streams that a graph cannot hold. Leave out .capture or .group.");
   } else if (options.capture.make) {
     capture_ = options.capture.make(optimizers_, model_, [this](const Tensors& inputs) {
@@ -173,7 +175,7 @@ inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOpt
   if (group_) group_->attach(model_, masters_.get());
 }
 
-/// What is left of the last window, or of backward passes of the program's own.
+/// Clears gradients of the last window, and of the program's own backward passes.
 inline void TrainingStep::clear_gradients() {
   if (auto* const set = dynamic_cast<detail::OptimizerSet*>(optimizer_.get())) {
     set->update_groups();
@@ -186,7 +188,7 @@ inline void TrainingStep::clear_gradients() {
   if (masters_) detail::drop_model_gradients(*optimizer_);
 }
 
-/// What is done to the gradients of a whole window, still scaled.
+/// Completes the gradients of a whole window, still scaled.
 inline void TrainingStep::complete_gradients() {
   if (group_) group_->sync_gradients();
   if (masters_) masters_->take_gradients();
@@ -196,14 +198,14 @@ inline void TrainingStep::complete_gradients() {
   }
 }
 
-/// `loss` without its graph: itself where nobody else has it.
+/// `loss` without its graph: the same tensor if it has no other owner.
 inline at::Tensor TrainingStep::without_graph(at::Tensor&& loss) {
   if (loss.use_count() > 1 || loss.is_view()) return loss.tensor_data();
   loss.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
   return std::move(loss);
 }
 
-/// Throws where the program has called the scaler itself. (An Accumulation checks that, too.)
+/// Throws if the program has called the scaler itself. (An Accumulation has its own check.)
 inline void TrainingStep::check_not_used() const {
   const auto is_used = [this](const torch::optim::Optimizer& optimizer) {
     return scaler_->is_unscaled(optimizer) || scaler_->is_stepped(optimizer);
@@ -217,7 +219,7 @@ inline void TrainingStep::check_not_used() const {
               detail::training_step_terms.drop);
 }
 
-/// Tells of a backward() in the function. (zero_grad(false) after it leaves a later version.)
+/// Reports a backward() in the function. (zero_grad(false) after it increases the version.)
 inline void TrainingStep::check_no_backward(const detail::ScaleUse& use) {
   const auto has_new_gradient = [](const at::Tensor& tensor) {
     const at::Tensor& gradient = tensor.unsafeGetTensorImpl()->grad();
@@ -239,7 +241,7 @@ inline void TrainingStep::check_no_backward(const detail::ScaleUse& use) {
   TORCH_WARN(text, " This warning is given once.");
 }
 
-/// Tells of a model that trains with all its modules in eval().
+/// Warns of a model that trains with all its modules in eval().
 inline void TrainingStep::warn_of_evaluation_mode() {
   const auto trains = [](const auto& module) { return module->is_training(); };
   if (warned_of_mode_ || std::ranges::any_of(model_->modules(/*include_self=*/false), trains))
@@ -252,7 +254,7 @@ inline void TrainingStep::warn_of_evaluation_mode() {
       "This warning is given once.");
 }
 
-/// Throws for what the function must not return.
+/// Throws for values that the function must not return.
 inline void TrainingStep::check_loss(const at::Tensor& loss) const {
   constexpr const char* text =
       "TrainingStep: the function must return the loss: a scalar computed from the parameters, "
@@ -314,7 +316,7 @@ inline void TrainingStep::check_inputs_may_be_left_out() {
   TORCH_WARN(text, " Until then, iterations run eagerly. This warning is given once.");
 }
 
-/// What the host does after a step, also of a replayed one.
+/// The host's work after a step, even if it was replayed.
 inline TrainingResult TrainingStep::count(TrainingResult result) {
   if (!result.ended_window()) return result;
   ++steps_;
@@ -325,7 +327,7 @@ inline TrainingResult TrainingStep::count(TrainingResult result) {
   return result;
 }
 
-/// After a failure.
+/// Drops the window after a failure.
 inline void TrainingStep::drop_window() {
   norm_ = scale_ = at::Tensor();
   if (accumulation_) {
@@ -338,7 +340,7 @@ inline void TrainingStep::drop_window() {
   if (!masters_ || masters_->syncs()) return;
   try {
     masters_->copy_to_model();   // the optimizer may have stepped before something failed
-  } catch (const c10::Error&) {  // what has failed is told already
+  } catch (const c10::Error&) {  // the first error is already being thrown
   }
 }
 

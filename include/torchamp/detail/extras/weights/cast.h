@@ -36,11 +36,11 @@ c10::IValue with_tensors_changed(const c10::IValue& value, const Function& funct
 }
 
 // Note [What is taken for a weight]
-// A leaf that requires grad is a weight, and so is a view of one (`w.t()`, as torch::nn::Linear
-// calls addmm). A leaf that does not may be a frozen weight, or a batch, or, without a graph, any
-// activation, whose cast is never used again. So it counts if the op names it weight or bias, or if
-// it is the second matrix of a product, or the vector added to one: torch::nn::Linear's weight and
-// bias.
+// A leaf that requires grad is a weight, and so is a view of one (torch::nn::Linear calls addmm
+// with `w.t()`). A leaf that does not require grad may be a frozen weight, a batch or, without a
+// graph, any activation; a cast of the latter two is never used again. So such a leaf counts as a
+// weight only if the op's schema names it weight or bias, or if it is the second matrix of a
+// product, or the vector that is added to a product: torch::nn::Linear's weight and bias.
 
 /// Whether casts of this argument, by its name in the schema, are cached: see
 /// Note [What is taken for a weight].
@@ -56,7 +56,7 @@ inline bool is_weight(const at::Tensor& tensor, std::string_view argument) {
 /// scope with a name that begins so. Without a recorder this checks one flag.
 inline constexpr std::string_view weight_cast_scope = "torchamp weight cast: ";
 
-/// The messages. A cast that was made is reported by an op, unless it reuses the old one's memory.
+/// The reports. A new cast is reported by its op, unless it reuses the memory of the old cast.
 struct WeightCastNote {
   bool hit = false;
   bool in_place = false;

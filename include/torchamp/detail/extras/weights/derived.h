@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Casts and other tensors made from weights, kept while the weights stay as they are.
+// Casts and other tensors made from weights, kept while the weights are unchanged.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -30,13 +30,15 @@ namespace torchamp::detail {
 
 // Note [What is derived from weights]
 // A process has one store of data derived from weights (16-bit casts, 8-bit forms), owned by the
-// SharedRuntime. get() calls `make` only if nothing is stored, or if the weight has changed, with
-// the data for the old values, to write to, if nobody else holds it, or nothing. `make` returns
-// tensors without gradients that share no memory with the weight, made outside inference mode so
-// that writes to them count. It runs without a lock, and may run on two threads at once for one
-// weight. The result is shared: do not write to it (a write that LibTorch counts is noticed, and
-// the data made again), and put an autograd node on an alias, one per use. Some may be undefined.
-// During a capture nothing is stored or found.
+// SharedRuntime. get() calls `make` if nothing is stored or if the weight has changed. Its argument
+// is the data for the old values, whose memory it may reuse; it is empty if there is no such data
+// or if another owner holds it. `make` returns tensors without gradients that share no memory with
+// the weight, made outside inference mode so that writes to them count. Some may be undefined.
+// `make` runs without a lock, and may run on two threads at once for one weight.
+//
+// The result is shared. Do not write to it (a write that LibTorch counts is detected, and the data
+// is made again). For each use put an autograd node on a new alias. During a capture nothing is
+// stored or found.
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -44,7 +46,7 @@ using Tensors = std::vector<at::Tensor>;
 struct WeightForm {
   enum class Kind : std::uint8_t {
     cast,  ///< variant: the dtype
-    fp8,   ///< variant: the recipe's
+    fp8,   ///< variant: the recipe
   };
   Kind kind;
   std::uint32_t variant;
@@ -58,7 +60,7 @@ class DerivedWeights final : public KeptWeights {
   struct Counts {
     int64_t hits = 0;
     int64_t misses = 0;
-    int64_t bytes = 0;  // that are kept
+    int64_t bytes = 0;  // of stored data
   };
 
   ~DerivedWeights() = default;
@@ -78,7 +80,8 @@ class DerivedWeights final : public KeptWeights {
       return std::move(found.tensors);
     }
     if (!std::ranges::all_of(found.tensors, is_unshared)) found.tensors.clear();
-    // From before: if another thread writes to the weight meanwhile, this does not hold.
+    // Taken before `make`: if another thread writes to the weight meanwhile, the stamp is not
+    // valid.
     WeightStamp stamp(weight);
     Tensors made = make(std::as_const(found.tensors));
     found.tensors.clear();
@@ -90,7 +93,7 @@ class DerivedWeights final : public KeptWeights {
     const std::scoped_lock lock(mutex_);
     ++changes_;
     if (entries_.empty()) return;
-    // Also by owner: of a weight that has had other memory, and may get it back.
+    // By memory and by owner: a weight may have had other memory, and may get it back.
     std::unordered_set<const void*> changed;
     for (const at::Tensor& weight : weights) {
       if (!weight.defined() || !weight.has_storage()) continue;
@@ -122,7 +125,7 @@ class DerivedWeights final : public KeptWeights {
     };
     drop_if(was_for_regions, dropped);
   }
-  /// Drops what was kept until weights step.
+  /// Drops data that is kept until a step.
   void end_window() {
     drop_if([](const Entry& entry) { return entry.until == WeightKeep::Until::weights_step; });
   }
@@ -158,7 +161,7 @@ class DerivedWeights final : public KeptWeights {
     make_room(0, dropped);
   }
 
-  /// Whether nothing is kept.
+  /// Whether the store is empty.
   bool is_empty() const {
     const std::scoped_lock lock(mutex_);
     return entries_.empty();
@@ -185,29 +188,29 @@ class DerivedWeights final : public KeptWeights {
     bool holds(const at::Tensor& weight) const {
       if (is_stale || !stamp.holds(weight)) return false;
       for (std::size_t i = 0; i < tensors.size(); ++i) {
-        if (version_of(tensors[i]) != versions[i]) return false;  // somebody has written to it
+        if (version_of(tensors[i]) != versions[i]) return false;  // it was written
       }
       return true;
     }
 
-    WeakTensor owner;  // keeps the address, by which entries are found, from being used again
+    WeakTensor owner;  // protects the address, by which entries are found, from reuse
     WeightStamp stamp;
     WeightForm form;
     Tensors tensors;
     std::vector<std::uint32_t> versions;
     int64_t bytes = 0;
-    WeightKeep::Until until = WeightKeep::Until::made;  // the longest that was asked for
-    std::vector<std::uint64_t> regions;                 // that have asked, and are open
+    WeightKeep::Until until = WeightKeep::Until::made;  // the longest requested time
+    std::vector<std::uint64_t> regions;                 // open regions that use it
     std::uint64_t used = 0;
     bool is_stale = false;
   };
   using Entries = std::multimap<const c10::TensorImpl*, Entry>;  // by owner_of() the weight
 
-  /// What get() finds.
+  /// The result of a search by get().
   struct Lookup {
-    bool holds = false;         ///< `tensors` are of the weight as it is
-    Tensors tensors{};          ///< else memory of former values, or nothing
-    std::uint64_t changes = 0;  ///< of which the store knew then
+    bool holds = false;         ///< `tensors` belong to the present values
+    Tensors tensors{};          ///< otherwise memory of old values, or nothing
+    std::uint64_t changes = 0;  ///< number of reported changes at that time
   };
 
   Lookup look_up(const at::Tensor& weight, WeightForm form, WeightKeep keep) {
@@ -234,7 +237,7 @@ class DerivedWeights final : public KeptWeights {
     return !tensor.defined() || (tensor.use_count() == 1 && tensor.storage().use_count() == 1);
   }
 
-  /// Notes that the entry is used, and is to be kept so long.
+  /// Records a use of the entry, and how long to keep it.
   void keep_entry(Entry& entry, WeightKeep keep) {
     entry.used = ++uses_;
     entry.until = std::max(entry.until, keep.until);
@@ -243,7 +246,7 @@ class DerivedWeights final : public KeptWeights {
     if (is_for_region && !is_known) entry.regions.push_back(keep.region);
   }
 
-  /// Whether the time is over for which something is to be kept. With the lock.
+  /// Whether the time `keep` has ended. With the lock.
   bool is_over(WeightKeep keep) const {
     return keep.until == WeightKeep::Until::region_ends && !open_regions_.contains(keep.region);
   }
@@ -256,8 +259,8 @@ class DerivedWeights final : public KeptWeights {
     return entries_.end();
   }
 
-  /// Stores `made`, unless a weight has changed since `changes`: it may have been this one, without
-  /// a count of LibTorch's.
+  /// Stores `made`, unless a change was reported since `changes`: it may have been this weight,
+  /// without a version.
   void add(const at::Tensor& weight, WeightStamp stamp, WeightForm form, WeightKeep keep,
            const Tensors& made, std::uint64_t changes) {
     Entry entry(weight, std::move(stamp), form, made);
@@ -266,7 +269,7 @@ class DerivedWeights final : public KeptWeights {
     if (changes != changes_ || suspensions_ > 0) return;
     if (entry.bytes > budget_ || is_over(keep)) return;
     const auto other = place_of(weight, form);
-    if (other != entries_.end()) {  // another thread was quicker
+    if (other != entries_.end()) {  // another thread was faster
       if (other->second.holds(weight)) return keep_entry(other->second, keep);
       drop(other, dropped);
     }
@@ -294,7 +297,7 @@ class DerivedWeights final : public KeptWeights {
     counts_.bytes -= entry->second.bytes;
     dropped.insert(entries_.extract(entry));
   }
-  /// What `leaves` selects, and the data of destroyed weights.
+  /// Drops the entries that `leaves` selects, and the data of destroyed weights.
   template <class Leaves>
   void drop_if(const Leaves& leaves, Entries& dropped) {
     for (auto next = entries_.begin(); next != entries_.end();) {
@@ -309,21 +312,21 @@ class DerivedWeights final : public KeptWeights {
     drop_if(leaves, dropped);
   }
 
-  mutable std::mutex mutex_;  // guards what is not atomic
+  mutable std::mutex mutex_;  // guards the members that are not atomic
   Entries entries_;
   Counts counts_;
   std::uint64_t uses_ = 0;
   std::uint64_t changes_ = 0;  // calls of changed(), all_changed() and clear()
-  std::uint64_t regions_ = 0;  // that have begun; the number of the last one
+  std::uint64_t regions_ = 0;  // number of regions that have begun, and of the last one
   std::unordered_set<std::uint64_t> open_regions_;
-  // The numbers of entries or bytes at which the data of destroyed weights is searched. So at most
-  // half of the store, or this little, is useless.
+  // The numbers of entries or bytes at which the store is searched for data of destroyed weights.
+  // So at most half of the store, or this small amount, is useless.
   static constexpr std::size_t least_to_purge = 64;
   static constexpr int64_t least_bytes_to_purge = int64_t{1} << 24;
   std::size_t purge_at_ = least_to_purge;
   int64_t purge_at_bytes_ = least_bytes_to_purge;
   int64_t budget_ = std::numeric_limits<int64_t>::max();
-  std::atomic<int64_t> suspensions_ = 0;  // asked in get() before the lock is taken
+  std::atomic<int64_t> suspensions_ = 0;  // read in get() before the lock is taken
 };
 
 /// The process's store, which the first call creates. Any thread.
@@ -334,7 +337,8 @@ inline DerivedWeights& derived_weights() {
     if (KeptWeights* const known = runtime.kept_weights) {
       return static_cast<DerivedWeights&>(*known);  // of another library with the same layout
     }
-    // What DropWeightCasts calls, in any library: find_weights_written() reads its address.
+    // DropWeightCasts calls this function, in any library: find_weights_written() reads its
+    // address.
     const WeightsWritten written = [](at::TensorList weights) {
       if (weights.empty()) {
         derived_weights().end_window();  // a step has ended

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// A weight at some moment, and whether it still has the values of then.
+// A record of a weight at some time, and a check whether its values have changed since.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -26,8 +26,9 @@ inline const c10::TensorImpl* owner_of(const at::Tensor& weight) {
 }
 
 /// Whether the tensor that owns a weight's version counter has only a part of its memory, as after
-/// torch::nn::utils::vector_to_parameters(): another tensor over the rest may be written to, and
-/// counts its writes apart. Not where masters, which report their writes, have made it so.
+/// torch::nn::utils::vector_to_parameters(): then another tensor over the whole memory may be
+/// written, and its writes have a separate counter. False if masters have done this, because they
+/// report their writes.
 inline bool has_part_of_memory(const at::Tensor& weight) {
   const at::TensorBase& owner = weight.is_view() ? weight._base() : weight;
   if (owner.numel() == 0 || weight_meta_of(owner)) return false;
@@ -39,7 +40,8 @@ inline bool has_part_of_memory(const at::Tensor& weight) {
          owner.storage().nbytes() > static_cast<std::size_t>(elements) * owner.itemsize();
 }
 
-/// Whether the tensor has a tangent, of forward-mode derivatives: a cast of it has one, too.
+/// Whether the tensor has a tangent, for forward-mode derivatives. Then its cast also has a
+/// tangent.
 inline bool has_tangent(const at::TensorBase& tensor) {
   return tensor._fw_grad(/*level=*/0).defined();
 }
@@ -62,23 +64,23 @@ bool stream_is_captured(const at::Tensor& weight) {
     const Guard guard(weight.device().type());
     return guard.isStreamCapturing(guard.getStream(weight.device()));
   }
-  return false;  // before LibTorch 2.12 only CudaGraph tells
+  return false;  // before LibTorch 2.12 only a CudaGraph is detected
 }
 
-// Note [What tells that a weight has changed]
+// Note [How a changed weight is detected]
 // LibTorch counts writes by ops in a version counter, which a tensor shares with its views and
 // which has no identity. So a weight is identified by the tensor that owns the counter, and by its
 // memory: set_data() and Module::to() give the same tensor other memory. A stamp holds a weak
-// reference to the memory, and whoever keeps a stamp holds one to the owner or the weight, so that
-// their addresses are not reused.
+// reference to the memory. Code that stores a stamp must hold a weak reference to the owner or the
+// weight, so that addresses are not reused.
 //
-// Writes through pointers, through `.data()` and by replayed kernels are not counted. Their authors
-// must report them: see DerivedWeights::changed(). Nor are writes to another tensor over the same
-// memory: nothing is stored where has_part_of_memory() finds one, and the author must report them
-// where the other tensor is as large as the weight.
+// Writes through pointers, through `.data()` and by replayed kernels are not counted: the code that
+// writes must report them, see DerivedWeights::changed(). Writes to another tensor over the same
+// memory are not counted either. If has_part_of_memory() is true, nothing is stored. If the other
+// tensor is as large as the weight, the code that writes must report the write.
 
-/// A weight at some moment: tensor, memory, part of it, version. Its values are unchanged while the
-/// stamp holds.
+/// A record of a weight: tensor, memory, part of the memory, version. While holds() is true, its
+/// values are unchanged.
 class WeightStamp {
  public:
   /// Error: a tensor for which counts_changes() is false.
@@ -100,10 +102,11 @@ class WeightStamp {
            (!stream_ || stream_ == current_stream(weight));
   }
 
-  /// Of the weight; only for comparison.
+  /// The weight's memory; only for comparison.
   const c10::StorageImpl* memory() const { return storage_._unsafe_get_target(); }
 
-  /// Whether the weight, which it is_of(), has the same values as then, as far as LibTorch counts.
+  /// Whether the weight, for which is_of() is true, has the same values, as far as LibTorch counts
+  /// writes.
   bool holds(const at::Tensor& weight) const {
     const c10::StorageImpl* const now = weight.storage().unsafeGetStorageImpl();
     return now == memory() && now->data() == data_ && weight._version() == version_;
@@ -115,7 +118,7 @@ class WeightStamp {
     return c10::impl::VirtualGuardImpl(weight.device().type()).getStream(weight.device());
   }
 
-  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;  // keeps its address from being used again
+  c10::weak_intrusive_ptr<c10::StorageImpl> storage_;  // protects its address from reuse
   const void* data_;
   int64_t version_;
   int64_t offset_;

@@ -68,8 +68,8 @@ class CallTrial {
     if (op.hasTag(at::Tag::nondeterministic_seeded)) rng_ = RngState::now();
   }
 
-  /// Repeats the call with arguments cast by `rule` for the autocast dtype `low`, and its backward
-  /// if a gradient is wanted. Changes nothing of the program's.
+  /// Repeats the call with arguments cast by `rule` for the autocast dtype `low`; also its backward
+  /// if gradients are computed. Does not affect the program.
   Result run(Cast rule, at::ScalarType low) const {
     const at::DisableRecordFunctionGuard not_recorded;
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);

@@ -12,14 +12,16 @@
 namespace torchamp::detail {
 
 // Note [How an audit chooses]
-// First everything that may be lowered is. Then rules that cost more in casts to and from their
-// present neighbours than they save are reverted, one after the other, the most costly first. After
-// that, the op with the largest error per microsecond saved is reverted, with those that are then
-// no longer worth their casts, until nothing is lowered. This gives a sequence of choices; since
-// errors do not add up, the audit measures the step under some of them and takes the first within
-// the budget. The rest of the budget may allow more: starting from this choice, and once more from
-// nothing lowered, the audit adds what saves most, as long as the measured whole stays within the
-// budget. The faster of the two, by the single times, is chosen.
+// First all ops that may be lowered are lowered. Then rules are reverted if their casts to and from
+// their present neighbours cost more than the rules save: one after the other, the most costly
+// first. After that, the op with the largest error per saved microsecond is reverted, together with
+// ops that are then not worth their casts, and so on until nothing is lowered.
+//
+// This gives a sequence of choices. Errors do not add up, so the audit measures the step under some
+// of the choices, and takes the first within the budget. The rest of the budget may allow more. So
+// the audit starts from this choice, and a second time from nothing lowered, and adds the op that
+// saves most, as long as the measured error of the whole is within the budget. Of the two results
+// it returns the faster one, by the single times.
 
 /// A unit of lowering.
 struct Choosable {
@@ -28,8 +30,9 @@ struct Choosable {
   bool may_be_lowered = true;
 };
 
-/// A result that another op takes, and the cost of its cast per step, needed if one of the two is
-/// lowered. No producer: one that is never lowered, such as the program's own tensors.
+/// A result that another op takes, and the cost of its cast per step. The cast is needed if only
+/// one of the two ops is lowered. Without a producer, the result is never lowered, as for the
+/// program's own tensors.
 struct AuditEdge {
   std::optional<std::size_t> producer;
   std::size_t consumer;
@@ -115,7 +118,7 @@ class Chooser {
     return (edge.producer && lowered[*edge.producer]) != lowered[edge.consumer];
   }
 
-  /// The time that lowering `i` saves, with the others as they are; negative if it costs.
+  /// The time that lowering `i` saves, with the others unchanged; negative if it costs time.
   double saved_by(std::size_t i, const Lowered& lowered) const {
     double saved = all_[i].fp32_us - all_[i].low_us;
     for (const std::size_t e : edges_of_[i]) {

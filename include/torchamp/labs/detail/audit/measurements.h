@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What an audit has measured: a row for each op of each module, and the casts between them.
+// The measurements of an audit: a row for each op of each module, and the casts between them.
 #pragma once
 
 #include <algorithm>
@@ -26,7 +26,7 @@ struct AuditData {
   bool times_were_read = false;
 };
 
-/// The numbers of rows that add up.
+/// The numbers of a row that are added for totals.
 inline constexpr std::array audit_sums{&AuditRow::error, &AuditRow::fp32_us, &AuditRow::low_us,
                                        &AuditRow::cast_us};
 
@@ -41,7 +41,7 @@ inline double spread(std::vector<double> values) {
   return values[values.size() * 3 / 4] - values[values.size() / 4];
 }
 
-/// Whether a row must stay in fp32 whatever the budget.
+/// Whether a row must stay in fp32 for every budget.
 inline bool is_harmful(const AuditRow& row, double gradient_loss_limit) {
   return !row.problem.empty() || !std::isfinite(row.error) || row.overflow > 0. ||
          row.gradient_loss > gradient_loss_limit;

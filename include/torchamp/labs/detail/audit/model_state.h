@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// What runs of a step may change in a model, restored at the end.
+// The state that runs of a step may change in a model; it is restored at the end.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -39,10 +39,10 @@ class ModelState {
       if (!item.value().defined()) continue;
       names_.push_back(item.key());
       gradients_.push_back(item.value().grad());
-      before_.add(item.value(), WriteBack::Copies::beside);
+      before_.add(item.value(), WriteBack::Copies::on_device);
     }
     for (const at::Tensor& buffer : model.buffers()) {
-      before_.add(buffer, WriteBack::Copies::beside);
+      before_.add(buffer, WriteBack::Copies::on_device);
     }
     for (const auto& item : model.named_modules("", /*include_self=*/true)) {
       trains_.emplace_back(item.value(), item.value()->is_training());
@@ -54,7 +54,7 @@ class ModelState {
     try {
       begin_step();
     } catch (const std::exception& error) {
-      TORCH_WARN("PrecisionAudit: cannot put the model back as it was: ", error.what());
+      TORCH_WARN("PrecisionAudit: cannot restore the model: ", error.what());
     }
     for (std::size_t i = 0; i < gradients_.size(); ++i) {
       parameter(i).tensor.mutable_grad() = gradients_[i];
@@ -114,7 +114,7 @@ class ModelState {
     return tensor.layout() == at::kStrided ? tensor : tensor.to_dense();
   }
 
-  /// Bit for bit, since NaN differs from itself.
+  /// Compares bits, because NaN differs from itself.
   static bool is_unchanged(const WriteBack::Kept& kept) {
     if (!is_alike(kept.tensor, kept.values)) return false;
     const at::Tensor now = kept.tensor.detach();

@@ -122,7 +122,7 @@ class AuditChoice {
 
  private:
   struct Unit {
-    std::string module;  // whose policy it is; empty: that of the guards
+    std::string module;  // the module with the policy; empty: the guards' policy
     std::string op;
     std::vector<std::size_t> rows;
   };
@@ -174,7 +174,7 @@ class PolicySearch {
 
   AuditedPolicy run() {
     std::vector<Chooser::Choice> choices = chooser_.choices();
-    // Those that save something; last, nothing lowered.
+    // Choices that save something. In the last choice, nothing is lowered.
     std::erase_if(choices, [us = choices.back().us](const auto& one) { return one.us > us; });
     Candidate best = first_within_budget(choices);
     Candidate other = unmeasured(choices.back());
@@ -228,7 +228,7 @@ class PolicySearch {
     return std::isfinite(tried.error) && tried.error <= most_;
   }
 
-  /// By bisection. The last choice is, since with nothing lowered there is no error.
+  /// By bisection. The last choice is within the budget, because nothing is lowered.
   Candidate first_within_budget(const std::vector<Chooser::Choice>& choices) {
     std::size_t low = 0, high = choices.size() - 1;
     Candidate best = unmeasured(choices[high]);
@@ -245,7 +245,7 @@ class PolicySearch {
     return best;
   }
 
-  /// Lowers what saves most in addition, as long as the whole stays within the budget.
+  /// Lowers further ops, in the order of saved time, as long as the whole is within the budget.
   void extend(Candidate& best) {
     std::vector<bool> seen(best.lowered.size(), false);
     for (int tries = 12; tries > 0; --tries) {
@@ -261,7 +261,7 @@ class PolicySearch {
 
   void measure_times(AuditedPolicy& policy) {
     std::vector<double> us, torch_us, fp32_us;
-    for (int64_t i = 0; i < data_.n; ++i) {  // in turn, so that a busy moment is for all
+    for (int64_t i = 0; i < data_.n; ++i) {  // in turn, so that a busy moment affects all
       us.push_back(session_.run_under(policy.policy, policy.modules).second);
       torch_us.push_back(runs_under_torch_ ? session_.run_under(Policy::torch(), {}).second
                                            : infinity);
@@ -288,7 +288,7 @@ class PolicySearch {
   AuditSession session_;
   AuditChoice choice_;
   Chooser chooser_;
-  double torch_error_ = infinity;  // infinite if the step cannot run so
+  double torch_error_ = infinity;  // infinite if the step cannot run under Policy::torch()
   bool runs_under_torch_ = false;
   double most_ = 0.;  // error that the budget allows
 };
@@ -302,9 +302,9 @@ inline AuditedPolicy PrecisionAudit::policy(const AuditBudget& budget) const {
   TORCH_CHECK(!data_->rows.empty(), call, ": nothing has been measured. Call run(step) first.");
   TORCH_CHECK_VALUE(!budget.error_budget || *budget.error_budget >= 0., call,
                     ": the error budget is ", budget.error_budget.value_or(0.),
-                    ". It is 0 or more.");
+                    ". It must be 0 or more.");
   TORCH_CHECK_VALUE(budget.gradient_loss_limit >= 0., call, ": the gradient_loss_limit is ",
-                    budget.gradient_loss_limit, ". It is 0 or more.");
+                    budget.gradient_loss_limit, ". It must be 0 or more.");
   detail::check_is_trained(call, *data_->audited.model);
   return detail::PolicySearch(call, *data_, budget).run();
 }

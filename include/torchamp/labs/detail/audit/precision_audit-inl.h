@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// PrecisionAudit: measures a step, and keeps, prints and reads what it has measured.
+// PrecisionAudit: measures a step, and stores, prints and reads the measurements.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -79,7 +79,7 @@ inline PrecisionAudit& PrecisionAudit::operator=(const PrecisionAudit& other) {
 
 inline void PrecisionAudit::run(const std::function<void()>& step, int64_t n) {
   TORCH_CHECK_VALUE(step, "PrecisionAudit::run: the step is empty.");
-  TORCH_CHECK_VALUE(n >= 1, "PrecisionAudit::run: n is ", n, ". It is 1 or more.");
+  TORCH_CHECK_VALUE(n >= 1, "PrecisionAudit::run: n is ", n, ". It must be 1 or more.");
   constexpr const char* call = "PrecisionAudit::run";
   detail::AuditData data{.audited = data_->audited, .step = step, .n = n};
   detail::check_is_trained(call, *data.audited.model);

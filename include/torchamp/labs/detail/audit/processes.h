@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Processes that audit one model together average what they measure, so that they choose alike.
+// Processes that audit one model together average their measurements, so that they choose alike.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -27,13 +27,13 @@ struct AuditedModel {
   torch::nn::Module* model;
   at::Device device;
   at::ScalarType dtype;
-  bool takes_dtype_of_guard = false;           // of the step's first; `dtype` is for steps without
+  bool takes_dtype_of_guard = false;  // of the step's first guard; `dtype` is for steps without
   std::function<void(at::Tensor&)> average{};  // over processes; empty: there is one
 };
 
 // Note [Processes that choose alike]
 // A choice, and the number of tried choices, depends on times, which differ between processes. If a
-// step waits for other processes, all must try the same ones. So all inputs of a choice are
+// step waits for other processes, all must try the same choices. So all inputs of a choice are
 // averaged over the processes as soon as they are measured.
 
 /// Averages the numbers over the processes that audit together.
@@ -77,7 +77,7 @@ inline void agree(const AuditedModel& audited, std::vector<AuditRow>& rows,
     text += std::to_string(edge.producer.value_or(rows.size())) + '>' +
             std::to_string(edge.consumer) + '\n';
   }
-  // 20 bits, so that sums are exact in fp32, too.
+  // 20 bits, so that sums are exact even in fp32.
   const auto own = static_cast<double>(std::hash<std::string>{}(text)&0xFFFFFU);
   double common = own;
   average_numbers(audited, {&common});

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// One run of a step: each op repeated, and its errors weighed by the gradients that arrive.
+// One run of a step: repeats each op, and weights its errors by the gradients of its results.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -44,7 +44,7 @@
 
 namespace torchamp::detail {
 
-/// A hook on a leaf, with what LibTorch made for it.
+/// A hook on a leaf, and whether LibTorch made a list for it.
 struct HookOfLeaf {
   at::Tensor leaf;
   bool had_list;  // of hooks, before
@@ -54,7 +54,7 @@ struct HookOfLeaf {
   HookOfLeaf(at::Tensor of, const Hook& hook)
       : leaf(std::move(of)), had_list(list_of(leaf) != nullptr), place(leaf.register_hook(hook)) {}
 
-  /// LibTorch's own removal leaves an empty place in the list, and the list.
+  /// LibTorch's own removal keeps the list, with an empty place in it.
   void remove() const {
     leaf.remove_hook(place);
     const auto& list = list_of(leaf);
@@ -72,22 +72,23 @@ struct HookOfLeaf {
 
 // Note [What an audit measures]
 // LibTorch reports every call through its dispatcher to an observer, see
-// Note [What a cast recording sees]. An audit examines the outermost calls of the forward pass that
-// a policy can cast, which are those that a policy's rule affects. After each, it repeats the call
-// twice, with all arguments in fp32 and in 16 bits as an autocast kernel would cast them, on copies
-// outside the program's graph. A hook on the program's own result receives its gradient.
+// Note [Calls that a cast recording counts]. An audit examines the outermost calls of the forward
+// pass that a policy can cast. After each, it repeats
+// the call twice, with all arguments in fp32 and in 16 bits as an autocast kernel would cast them,
+// on copies outside the program's graph. A hook on the program's own result receives its gradient.
 //
-// The step runs with all guards off, so arguments and gradients are in fp32, and an op's error is
-// its own and not inherited. Of activations that backward recomputes (checkpoint()) the second
-// computation counts as forward as well; its results get the gradients.
+// The step runs with all guards off, so arguments and gradients are in fp32, and an op's error does
+// not include errors of earlier ops. If backward recomputes activations (checkpoint()), the second
+// computation also counts as forward; its results get the gradients.
 
 // Note [Results without a gradient]
-// What depends on no parameter (positions, masks, a table of cosines) has no gradient in the step,
-// yet its errors reach the loss. So if a run has had such results, one more is made in which they
-// are given an end of the graph of their own: their gradients then say how the loss depends on
-// them. Only AuditRow::error is taken from that run, since its ops have more backward to do.
+// A result that depends on no parameter (positions, masks, a table of cosines) has no gradient in
+// the step, but its errors reach the loss. So if a run has such results, one more run is made, in
+// which each of them gets a node at the end of the graph. Then their gradients show how the loss
+// depends on them. Only AuditRow::error is taken from that run, because its ops have more work in
+// backward.
 
-/// The end of the graph behind a result that has none.
+/// The end of the graph for a result that has no graph.
 struct BranchEnd final : torch::autograd::Node {
   torch::autograd::variable_list apply(torch::autograd::variable_list&& /*gradients*/) override {
     return {};
@@ -103,7 +104,7 @@ struct GradientSums {
 
 struct AuditCall final : RecordedCall<AuditCall> {
   std::size_t row = 0;
-  std::optional<CallTrial> trial;  // if it is audited, as the next two
+  std::optional<CallTrial> trial;  // if it is audited, like the next two
   std::vector<at::Tensor> inputs;
   at::Device device = at::kCPU;
   bool records = false;  // whether autograd does
@@ -112,7 +113,7 @@ struct AuditCall final : RecordedCall<AuditCall> {
 /// One run of a step, examined op by op.
 class AuditRecording final : public Recording<AuditCall> {
  public:
-  /// `extends`: gives results without a gradient one: see Note [Results without a gradient].
+  /// `extends`: results without a gradient get one: see Note [Results without a gradient].
   AuditRecording(const NamedParameters& parameters, at::DeviceType device, at::ScalarType low,
                  bool extends)
       : Recording(parameters), device_(device), low_(low), extends_(extends) {}
@@ -258,7 +259,7 @@ class AuditRecording final : public Recording<AuditCall> {
       add_values(row, exact, rounded);
       if (!output.requires_grad() && !end_branch(output, call)) return;
       const at::Tensor difference = exact.sub(rounded);
-      // Where fp32 is not finite either, 16 bits are not to blame.
+      // If fp32 is not finite either, 16 bits are not the cause.
       watch(output, call.row, difference.square().masked_fill(exact.isfinite().logical_not(), 0.));
     });
   }
@@ -283,8 +284,8 @@ class AuditRecording final : public Recording<AuditCall> {
     }
   }
 
-  /// Gives a result without a gradient an end of the graph, if the run extends it. Not one that the
-  /// op was given: it may be the program's own.
+  /// If the run extends the graph, gives a result without a gradient an end of the graph. Not if
+  /// the result is an argument of the op: it may be the program's own tensor.
   bool end_branch(const at::Tensor& output, const AuditCall& call) {
     if (!call.records || output.is_inference() ||
         std::ranges::any_of(call.inputs, [&](const at::Tensor& input) {
@@ -301,7 +302,7 @@ class AuditRecording final : public Recording<AuditCall> {
     return true;
   }
 
-  /// Weighs `squares`, of the errors of `output`, by the gradients that arrive there.
+  /// Weights `squares`, the squared errors of `output`, by the gradients of `output`.
   void watch(const at::Tensor& output, std::size_t row, at::Tensor squares) {
     const auto& its_sums = rows_[row].gradients.emplace_back(std::make_shared<GradientSums>());
     its_sums->squares = std::move(squares);

@@ -50,8 +50,8 @@ struct GuardTrial final : GuardOverride {
   /// For 16-bit guards on this device: the dtype that replaces theirs, if any.
   std::optional<at::DeviceType> device = std::nullopt;
   std::optional<at::ScalarType> dtype = std::nullopt;
-  mutable std::atomic<int64_t> guards_made = 0;  ///< while it was in force
-  /// The dtype that the first such guard asked for.
+  mutable std::atomic<int64_t> guards_made = 0;  ///< while the trial was active
+  /// The dtype of the first such guard.
   mutable std::atomic<at::ScalarType> asked_dtype = at::ScalarType::Undefined;
 
   at::ScalarType dtype_of_guard(at::DeviceType on, at::ScalarType asked,
@@ -72,11 +72,12 @@ inline std::shared_ptr<const ThreadPolicy> thread_policy_under(
   return inner;
 }
 
-/// The error of `gradients` relative to `exact`: the squared length of the difference over that of
-/// the exact one, averaged over all parameters that have one. The elements of an almost vanishing
-/// gradient (of a bias before a batch norm, say) count as if they had a thousandth of the others'
-/// mean square, and an entirely wrong one counts as 1 (for a bias that attention does not depend
-/// on, all is noise). Infinite if not finite.
+/// The error of `gradients` relative to `exact`: the squared length of the difference over the
+/// squared length of the exact gradient, averaged over all parameters with a gradient. If a
+/// gradient is almost 0 (of a bias before a batch norm, for example), the mean square of its
+/// elements counts as at least a thousandth of the mean square of all elements. An error counts as
+/// at most 1: if attention does not depend on a bias, its gradient is only noise. Infinite if a
+/// gradient is not finite.
 inline double gradient_error(const std::vector<at::Tensor>& gradients,
                              const std::vector<at::Tensor>& exact) {
   const NotRecordedOps internal;
@@ -216,8 +217,8 @@ class AuditSession {
     return recording;
   }
 
-  /// The errors of rows where results without a gradient count as well; empty if the step cannot
-  /// run so (an op may have no derivative for what it now would need one for).
+  /// The errors of rows if results without a gradient also count. Empty if the step cannot run with
+  /// such results, because an op has no derivative for one of them.
   std::vector<double> errors_of_all_results() {
     std::vector<double> errors;
     try {
@@ -226,12 +227,13 @@ class AuditSession {
     } catch (const std::exception&) {
       errors.clear();
     }
-    // What the step leaves behind (a module's tables, say) is then of a run like all others.
+    // Data that the step leaves in the model (a module's tables, for example) then comes from an
+    // ordinary run.
     (void)us_exactly();
     return errors;
   }
 
-  /// The error of the step's gradients under a policy and those of modules, and the step's time.
+  /// The error of the step's gradients under a policy and policies of modules, and the step's time.
   std::pair<double, double> run_under(const Policy& policy, const ModulePolicies& modules) {
     const auto trial = std::make_shared<GuardTrial>();
     trial->policy = policy.data();
@@ -244,7 +246,7 @@ class AuditSession {
     {
       const EmptyCastCache own_casts;
       const PolicyScope scope(thread_policy_under(trial));
-      // A step without a guard is entirely in one.
+      // A step without a guard runs entirely in one region.
       std::optional<AutocastRegion> region;
       std::optional<Observation> backward;
       if (!has_guards_) {

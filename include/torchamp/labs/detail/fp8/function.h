@@ -38,14 +38,14 @@ namespace torchamp::detail {
 // fp16, whose range the unscaled sums could exceed, the product is computed in fp32 and rounded
 // once.
 //
-// A GPU of compute capability 9.0 aligns 32 products, and the sum before them, to the largest, and
-// adds the 14 highest bits of each, also without use_fast_accum, which is about sums of such sums.
-// So each of K products loses less than 2^-13 of the largest: an element that nearly cancels out
-// may differ from the rehearsal by far more than a rounding of bf16. The order of sums in fp32
-// alone would not show. Small integers, whose sums need no more bits, agree exactly.
+// A GPU of compute capability 9.0 aligns 32 products, and the previous sum, to the largest of them,
+// and adds the 14 highest bits of each. (use_fast_accum concerns sums of such sums only.) So each
+// of K products loses less than 2^-13 of the largest product. If an element nearly cancels out, it
+// may differ from the rehearsal by far more than a rounding of bf16. Small integers, whose sums
+// need no more bits, agree exactly.
 
 /// The decoded matrix without its inverse_scale, in bf16 or fp32. Exact: a block's scale is a power
-/// of two, or has 4 bits beside an element's 2.
+/// of two, or has 4 bits, and an element has 2 bits.
 inline at::Tensor decoded(const Fp8Matrix& matrix, at::ScalarType dtype) {
   if (!matrix.block_scales.defined()) return decode(matrix.codes, dtype);
   return dtype == at::kFloat ? decoded_blocks<float>(matrix)
@@ -60,8 +60,8 @@ inline at::Tensor rehearsed_product(const Fp8Matrix& a, const Fp8Matrix& b, at::
   return product.to(dtype);
 }
 
-/// Row-major, rows and columns zero-padded to multiples of 16. As bytes, since not every kernel
-/// used here has the 8-bit formats; the zero of both is 0.
+/// Row-major, rows and columns zero-padded to multiples of 16. As bytes, because not every kernel
+/// here supports the 8-bit formats; in both formats the zero is 0.
 inline at::Tensor padded_to_16(const at::Tensor& codes, bool pad_rows) {
   const auto missing = [](int64_t size) { return (16 - size % 16) % 16; };
   const int64_t rows = pad_rows ? missing(codes.size(0)) : 0;
@@ -112,13 +112,13 @@ inline std::string why_no_fp8_product(const Fp8Options& options, at::DeviceType 
   }
 }
 
-/// A weight's form and that of its transpose: see Note [Two forms of an operand].
+/// The forms of a weight and of its transpose: see Note [Two forms of an operand].
 struct WeightForms {
   Fp8Matrix plain, transposed;
 };
 
-/// The forms of a weight [N, K], transposed if wanted. Those of parameters are cached like casts of
-/// weights: see Note [What is derived from weights].
+/// The forms of a weight [N, K], transposed if required. Forms of parameters are cached like casts
+/// of weights: see Note [What is derived from weights].
 inline WeightForms weight_forms(const Fp8Options& options, const at::Tensor& w, bool transposed) {
   constexpr auto operand = Fp8Operand::weight;
   // A GPU needs contiguous rows; a CPU takes any.
@@ -158,9 +158,10 @@ class NoSecondDerivative final : public torch::autograd::Node {
 
  protected:
   torch::autograd::variable_list apply(torch::autograd::variable_list&&) override {
-    TORCH_CHECK(false,
-                "torchamp: fp8 products have no second derivative. Run the part of the model that "
-                "needs one under a policy without the fp8 rule, by a guard or a module policy.");
+    TORCH_CHECK(
+        false,
+        "torchamp: fp8 products have no second derivative. If a part of the model needs one, run "
+        "that part under a policy without the fp8 rule, by a guard or a module policy.");
   }
 };
 

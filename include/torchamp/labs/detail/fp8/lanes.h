@@ -13,10 +13,10 @@
 namespace torchamp::detail {
 
 // Note [Lanes]
-// Sixteen bytes of numbers. An operator computes each lane for itself; a comparison's result has
-// all bits of a lane set where it holds, and none where it does not. GCC and Clang have such
-// vectors on every processor. Other compilers get a struct with the same results, which GCC
-// compiles to code that is up to four times as slow. TORCHAMP_PLAIN_LANES chooses it, for tests.
+// Sixteen bytes of numbers. An operator computes each lane separately. A comparison sets all bits
+// of a lane if it is true, and no bits otherwise. GCC and Clang have such vectors on every
+// processor. Other compilers get a struct with the same results, which GCC compiles to code that is
+// up to four times as slow. TORCHAMP_PLAIN_LANES chooses it, for tests.
 
 #if defined(__GNUC__) && !defined(TORCHAMP_PLAIN_LANES)
 
@@ -131,7 +131,7 @@ inline Floats floats_of(Words bits) {
   return std::bit_cast<Floats>(bits);
 }
 
-/// `then` where `condition` holds, `otherwise` where it does not.
+/// By lane: `then` if `condition` is true, else `otherwise`.
 inline Words select(Integers condition, Words then, Words otherwise) {
   const auto mask = std::bit_cast<Words>(condition);
   return (then & mask) | (otherwise & ~mask);

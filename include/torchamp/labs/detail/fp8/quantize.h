@@ -45,11 +45,11 @@ struct Fp8Matrix {
 };
 
 // Note [Passes over an operand]
-// On a device each op reads its operands from memory, so their number is the cost. A form takes two
-// passes: one finds the largest magnitude, one scales and rounds (LibTorch's mul converts to the
-// dtype of its result). A tensorwise form serves both its products: the second needs a transposed
-// copy of the codes. Products take rows along the contraction, so rowwise forms are written so at
-// once. What is left works on scales, and stays on the device.
+// On a device each op reads its operands from memory, so the number of ops is the cost. A form
+// takes two passes: one finds the largest magnitude, one scales and rounds (LibTorch's mul converts
+// to the dtype of its result). A tensorwise form is used in both products; the second needs a
+// transposed copy of the codes. Products take rows along the contraction, so rowwise forms are
+// written in this layout at once. The other ops work on scales only, and stay on the device.
 
 /// The largest magnitude of a tensor on a device, or of each row, in fp32; NaN if there is one.
 inline at::Tensor norm_of_largest(const at::Tensor& tensor, at::OptionalIntArrayRef dim) {
@@ -67,12 +67,12 @@ inline at::Tensor largest_magnitude(const at::Tensor& tensor) {
 
 // Note [Scales of fp8]
 // A scale is the largest power of two with largest magnitude * scale <= the format's largest
-// number. So scaling neither rounds nor overflows, whatever a conversion does on overflow (LibTorch
-// 2.15's saturates, 2.11's gives NaN), and a loss scale, also a power of two, changes the scales
-// but not the codes. An inf or NaN makes the scale NaN, and thereby all results: a scaler then
-// skips the step. (A conversion alone would turn an inf into 448.) Magnitudes below 2^-110 are
-// scaled as 2^-110 and lose bits, so scales, their inverses and decoded values stay in fp32's
-// range. The host reads nothing, and nothing is kept.
+// number. So scaling neither rounds nor overflows, and it does not matter that conversions differ
+// on overflow (in LibTorch 2.15 they saturate, in 2.11 they give NaN). A loss scale, which is also
+// a power of two, changes the scales but not the codes. An inf or NaN makes the scale NaN, and
+// thereby all results: a scaler then skips the step. (A conversion alone would turn an inf into
+// 448.) Magnitudes below 2^-110 are scaled as 2^-110 and lose bits, so scales, their inverses and
+// decoded values stay in fp32's range. The host reads nothing, and nothing is kept.
 
 /// The scales for these largest magnitudes, in a format with the largest number `largest`: see
 /// Note [Scales of fp8].
@@ -120,8 +120,7 @@ struct InRows {
   }
 };
 
-/// The kernel of a CPU. `inverse_scale`: that of the matrix. `scale_dtype`: what holds
-/// Blocks::Scale.
+/// The kernel of a CPU. `inverse_scale`: of the matrix. `scale_dtype`: the dtype of Blocks::Scale.
 template <class Blocks>
 Fp8Matrix quantize_on_cpu(const at::Tensor& matrix, Fp8Block block, const Blocks& blocks,
                           at::ScalarType scale_dtype, const at::Tensor& inverse_scale) {
@@ -142,7 +141,7 @@ Fp8Matrix quantize_on_cpu(const at::Tensor& matrix, Fp8Block block, const Blocks
   return in_rows.is_transposed ? form.t() : form;
 }
 
-/// e4m3 with a power of two per block: see Note [Scales of fp8]. Those of 1 x 32 blocks are e8m0
+/// e4m3 with a power of two per block: see Note [Scales of fp8]. Scales of 1 x 32 blocks are e8m0
 /// numbers. Devices other than a CPU support only whole rows.
 inline Fp8Matrix quantize_blocks(const at::Tensor& matrix, Fp8Block block) {
   if (matrix.numel() == 0) return quantize(matrix, at::kFloat8_e4m3fn);

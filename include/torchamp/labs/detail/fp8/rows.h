@@ -183,8 +183,8 @@ struct E4m3Blocks {
 // saturate. Scales rounded to nearest are too small for the largest elements of every second block:
 // a matrix of normal numbers becomes 0.35 % too small on average, of lognormal ones 0.8 %. So for
 // stochastic rounding scales are rounded up, by up to an 8th; the squared error grows by a fifth,
-// from 0.019 to 0.022 of the squared length. For elements rounded to nearest, scales are, too:
-// 0.009, with any bias.
+// from 0.019 to 0.022 of the squared length. For elements that are rounded to nearest, scales are
+// also rounded to nearest: the error is 0.009, with any bias.
 
 /// e2m1 numbers with e4m3 scales, and a power of two per matrix.
 template <E2m1Rounding rounding>
@@ -324,7 +324,7 @@ void decode_rows(const std::uint8_t* codes, const typename Blocks::Scale* scales
 // entries are 1/4 or -1/4, so it is exact if the sums are. The signs are TransformerEngine's.
 
 /// Writes the transform of the columns of `matrix`, 16 rows at a time, in dense rows; their number
-/// is that of whole blocks.
+/// is a multiple of 16.
 template <class T>
 void hadamard_transform_rows(const Rows<const T>& matrix, float* to) {
   const auto transform = [&](int64_t top, int64_t column, int64_t width) {

@@ -66,7 +66,7 @@ class Fp8Usage final : public OpRuleUsage {
  public:
   explicit Fp8Usage(std::shared_ptr<Fp8Usage> outer) : outer_(std::move(outer)) {}
 
-  /// A call followed the rule.
+  /// Records a call in fp8.
   void run() {
     if (has_run()) return;
     has_run_.store(true, std::memory_order_relaxed);
@@ -79,7 +79,7 @@ class Fp8Usage final : public OpRuleUsage {
     }
   }
 
-  /// A product was called that the rule does not name, or that does not support fp8 (`why`).
+  /// Records a call of a product that the rule does not name, or that does not support fp8 (`why`).
   void called_instead(std::string op, const std::string& why) {
     if (has_run()) return;
     if (op.starts_with("aten::")) op.erase(0, 6);
@@ -236,7 +236,7 @@ class Fp8Rule final : public OpRule {
 
   void prepare(const char* call, const PolicyData& policy, at::DeviceType device,
                at::ScalarType dtype) const override {
-    (void)derived_weights();  // there before the first region with this rule begins
+    (void)derived_weights();  // created before the first region with this rule begins
     register_kernels_of_products(device);
     for (std::size_t i = 0; i < policy.edits.size(); ++i) {
       const Edit& edit = policy.edits[i];

@@ -43,7 +43,7 @@ inline std::string name_of_pattern(std::string_view pattern) {
 }
 
 /// Whether all of the dotted `name` fits `pattern`: '?' stands for one character and '*' for any
-/// number of them within one part of the name, "**" for any number with dots; behind a backslash
+/// number of them in one part of the name, "**" for any number with dots; behind a backslash
 /// each character stands for itself. Takes no longer than the product of their lengths.
 inline bool matches(std::string_view pattern, std::string_view name) {
   // fits[i]: the pattern's beginning so far fits the first i characters of the name.

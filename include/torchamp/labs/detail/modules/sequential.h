@@ -25,12 +25,11 @@ namespace torchamp::detail {
 
 // Note [Entries of a Sequential]
 // torch::nn::Sequential calls its modules through torch::nn::AnyModule, that is, a virtual function
-// of torch::nn::AnyModuleHolder. So a policy can be put around an entry of a Sequential from
-// outside: the entry is replaced by an AnyModule that holds the old one and calls it in a
-// ForwardScope. The module stays registered with the Sequential: its name, parameters and place in
-// a checkpoint are unchanged, as are Sequential::ptr(i) and operator[]. AnyModule::get and
-// Sequential::at, which require the exact type of an AnyModule, fail with LibTorch's error for a
-// wrong type.
+// of torch::nn::AnyModuleHolder. So an entry of a Sequential can get a policy from outside: the
+// entry is replaced by an AnyModule that holds the old AnyModule and calls it in a ForwardScope.
+// The module stays registered with the Sequential: its name, parameters and place in a checkpoint
+// are unchanged, as are Sequential::ptr(i) and operator[]. AnyModule::get and Sequential::at, which
+// require the exact type of an AnyModule, fail with LibTorch's error for a wrong type.
 //
 // A clone has no policy, so it gets the replaced entry back: the AnyModulePlaceholder of an
 // AnyModule, to which AnyModule gives no access. But a template argument of an explicit
@@ -98,7 +97,7 @@ struct torch::nn::AnyModuleHolder<torchamp::detail::PolicyEntry, int> final
     return std::make_unique<AnyModuleHolder>(*this);
   }
 
-  // As WithPolicy: a clone has no policy.
+  // As with WithPolicy, a clone has no policy.
   std::unique_ptr<AnyModulePlaceholder> clone_module(
       std::optional<torch::Device> device) const override {
     torch::nn::AnyModule clone = module->module().clone(device);
@@ -110,14 +109,14 @@ struct torch::nn::AnyModuleHolder<torchamp::detail::PolicyEntry, int> final
 
 namespace torchamp::detail {
 
-/// A module of a model, and the place for a policy around its forward.
+/// A module of a model, and how its forward can get a policy.
 struct ForwardSite {
   torch::nn::Module* module;
   std::string name;                            // the first, if it is registered more than once
-  PolicyHolder* holder;                        // it is a WithPolicy
-  std::vector<torch::nn::AnyModule*> entries;  // it is an entry of these Sequentials'
-  torch::nn::SequentialImpl* sequential;       // it is one: its entries are reached
-  std::size_t names;                           // how many it has
+  PolicyHolder* holder;                        // if it is a WithPolicy
+  std::vector<torch::nn::AnyModule*> entries;  // if it is an entry of Sequentials
+  torch::nn::SequentialImpl* sequential;       // if it is a Sequential: its entries get the policy
+  std::size_t names;                           // the number of its names
 
   /// Whether anything but a Sequential may call it.
   bool may_be_called_directly() const { return names > entries.size(); }

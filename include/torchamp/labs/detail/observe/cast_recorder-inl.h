@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// CastRecorder: counts calls by dtype, and tells the casts that autocast made for them.
+// CastRecorder: counts calls by dtype, and detects the casts that autocast made for them.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -29,12 +29,12 @@
 
 namespace torchamp::detail {
 
-// Note [What a cast recording sees]
+// Note [Calls that a cast recording counts]
 // LibTorch reports every call through its dispatcher to a recording, with arguments and results;
 // calls made by an op are nested in it. A redispatch is not a call: a kernel of autograd, or of
 // torchamp, is part of the op. LibTorch's own autocast kernels call their op again, nested
-// in the first call. So the program's calls are those that no other op makes; each counts once, by
-// the dtype of its result.
+// in the first call. So the program's calls are the calls outside of other ops; each counts once,
+// by the dtype of its result.
 //
 // A cast is a call of aten::_to_copy that changes the dtype. It is autocast's if
 //  - it comes before any other call that its op makes,
@@ -43,8 +43,8 @@ namespace torchamp::detail {
 //  - autograd has not been: kernels that convert for themselves (type promotion on a CPU, say) lie
 //    below it. (In inference mode it is excluded all along; but there only additions convert again
 //    after autocast did, and those get one cast, see Note [One cast for an addition].)
-// This takes in the conversion with which softmax begins when autocast asks it for fp32.
-// A cast that no op makes is the program's own, or, in backward, autograd's.
+// This includes the conversion with which softmax begins if autocast sets its dtype to fp32. A cast
+// that no op makes is the program's own, or, in backward, autograd's.
 
 struct DtypeChange {
   at::ScalarType from, to;
@@ -68,11 +68,11 @@ struct CastCall final : RecordedCall<CastCall> {
   };
   c10::DispatchKeySet excluded;
   std::vector<Argument> arguments;
-  bool calls_others = false;  // has called an op that is no conversion
-  bool comes_first = false;   // its caller had not
+  bool calls_others = false;  // whether it has called an op that is no conversion
+  bool comes_first = false;   // whether its caller had called no such op
   int casts_made = 0;         // for this op and not for the ops that it calls
 
-  // Of the outermost op around it.
+  // The outermost op around it.
   CastCall* root = nullptr;
   struct CastMade {
     DtypeChange change;
@@ -82,8 +82,8 @@ struct CastCall final : RecordedCall<CastCall> {
   std::vector<CastMade> casts;
   int64_t cache_hits = 0;
   int64_t cache_misses = 0;
-  std::optional<Cast> choice;      // see Note [A choice is told once]
-  std::optional<std::string> fp8;  // under the rule fp8: empty, or why it was not followed
+  std::optional<Cast> choice;      // see Note [Reports of a choice]
+  std::optional<std::string> fp8;  // under the rule fp8: empty, or why it did not run in fp8
   std::optional<DtypeChange> origin;
 
   /// Whether only some arguments cause a promotion to fp32, since others are 16-bit. Tensors with
@@ -112,21 +112,21 @@ class CastRecording final : public Recording<CastCall> {
   }
 
  private:
-  void hear(std::string_view told, CastCall& call) override {
-    if (told.starts_with(choice_scope)) {
-      const CastRow* const row = row_named(told.substr(choice_scope.size()));
+  void take_report(std::string_view report, CastCall& call) override {
+    if (report.starts_with(choice_scope)) {
+      const CastRow* const row = row_named(report.substr(choice_scope.size()));
       if (row != nullptr) call.choice = row->cast;
-    } else if (told.starts_with(fp8_scope)) {
-      call.fp8 = told.substr(fp8_scope.size());
+    } else if (report.starts_with(fp8_scope)) {
+      call.fp8 = report.substr(fp8_scope.size());
     } else if (call.root != nullptr) {
-      hear_of_weight(std::string(told.substr(weight_cast_scope.size())), *call.root);
+      count_weight_cast(std::string(report.substr(weight_cast_scope.size())), *call.root);
     }
   }
 
-  /// What WeightCastNote::tell() says.
-  static void hear_of_weight(const std::string& told, CastCall& root) {
-    ++(told == "kept" ? root.cache_hits : root.cache_misses);
-    std::istringstream words(told);
+  /// Takes the report of WeightCastNote::tell().
+  static void count_weight_cast(const std::string& report, CastCall& root) {
+    ++(report == "kept" ? root.cache_hits : root.cache_misses);
+    std::istringstream words(report);
     std::string made;
     int from = 0;
     int to = 0;
@@ -164,7 +164,7 @@ class CastRecording final : public Recording<CastCall> {
   }
 
   /// Whether autocast made the conversion `cast` for `op`, which called it: see
-  /// Note [What a cast recording sees].
+  /// Note [Calls that a cast recording counts].
   static bool is_autocasts(const CastCall& cast, const CastCall& op) {
     const CastCall::Argument& from = cast.arguments.front();
     if (!cast.comes_first || !at::autocast::is_autocast_available(from.device)) return false;
@@ -261,7 +261,7 @@ class CastRecording final : public Recording<CastCall> {
     }
   }
 
-  StorageMap<DtypeChange> origins_;  // of tensors that were cast, or computed from such
+  StorageMap<DtypeChange> origins_;  // of tensors that were cast, or computed from cast tensors
   std::vector<CastReport::Row> rows_;
   std::map<std::tuple<bool, std::string, std::string>, std::size_t> index_;  // in rows_
 };

@@ -14,7 +14,7 @@
 
 namespace torchamp::detail {
 
-/// Whether torchamp's own cache of weights was asked.
+/// Whether torchamp's own cache of weights was used.
 inline bool used_cache(const CastReport::Row& row) {
   return row.cache_hits + row.cache_misses > 0;
 }

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The rule that a call of an op has followed, for diagnoses.
+// The rule of an op's call, for diagnoses.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -18,9 +18,9 @@
 
 namespace torchamp::detail {
 
-/// The rule that a call of `op` has followed on the calling thread: never native unless LibTorch
-/// has a kernel for it that casts in some other way than `promote`. `choice`: what the kernel said
-/// of a rule that holds only sometimes; unset if the call did not come to it.
+/// The rule of a call of `op` on the calling thread. It is native only if LibTorch's kernel casts
+/// in another way than `promote`. `choice`: the kernel's report for a conditional rule; unset if
+/// there was no report.
 inline Cast rule_of_call(const c10::OperatorHandle& op, at::DeviceType device,
                          std::optional<Cast> choice) {
   if (!at::autocast::is_autocast_available(device) || !at::autocast::is_autocast_enabled(device)) {

@@ -29,7 +29,7 @@
 
 namespace torchamp::detail {
 
-/// Whether an op takes a dtype there, or may.
+/// Whether the argument is, or may be, a dtype.
 inline bool takes_dtype(const c10::Argument& argument) {
   const c10::Type* type = argument.real_type().get();
   if (type->kind() == c10::TypeKind::OptionalType) {
@@ -39,9 +39,9 @@ inline bool takes_dtype(const c10::Argument& argument) {
 }
 
 // Note [Which calls are made twice]
-// Repeating an ATen call, on copies of what it writes to, has no effect but its results. This is
-// false for ops that draw random numbers, and unknown for other libraries' ops: a c10d collective
-// called twice by one process waits for the others forever.
+// An ATen call can be repeated, on copies of the tensors that it writes, without other effects than
+// its results. Exception: ops that draw random numbers. For other libraries' ops this is not known:
+// if one process calls a c10d collective twice, it waits for the others forever.
 
 /// Whether a call of this op can be repeated without an effect on the program.
 inline bool can_be_made_twice(const c10::OperatorHandle& op) {
@@ -78,31 +78,31 @@ inline std::optional<std::vector<at::Tensor>> results_in_fp32(
 }
 
 // Note [What a gradient is]
-// LibTorch reports the calls in backward, and their node, but not the node's results. A result of a
-// call in a node is a gradient if its memory outlives the node, unlike temporaries. Calls of the
-// engine between nodes make gradients, too: it sums over broadcast dimensions, and casts. It also
-// adds the gradients of several nodes for one tensor, which loses nothing, since a sum of two
-// 16-bit numbers is a multiple of the smallest one; nor does a parameter's own accumulation. Such
-// sums, copies and casts inherit the kind of their inputs: if AccumulateGrad takes one, these were
-// gradients of weights.
+// LibTorch reports the calls in backward, and their node, but not the node's results. If the memory
+// of a call's result outlives the node, the result is a gradient, and not a temporary. Calls of the
+// engine between nodes also compute gradients: the engine sums over broadcast dimensions, and
+// casts. The engine also adds the gradients of several nodes for one tensor. This loses nothing,
+// because a sum of two 16-bit numbers is a multiple of the smallest number; the same holds for the
+// accumulation in a parameter. Such sums, copies and casts have the kind of their inputs: if
+// AccumulateGrad takes one, the inputs are gradients of weights.
 
 /// A 16-bit gradient that an op made.
 struct MadeGradient {
   std::string module;
   bool of_weights = false;
   int64_t elements = 0;
-  at::Tensor lost{};  // 0-dim, how many; undefined if it was not looked at
+  at::Tensor lost{};  // 0-dim, how many; undefined if it was not examined
 };
 
 /// A user of gradients: an op's call, or a node.
 struct UnderflowCall final : RecordedCall<UnderflowCall> {
-  // Of an op.
-  bool carries_on = false;                             // adds nothing to what it takes
-  std::vector<std::shared_ptr<MadeGradient>> taken{};  // that its arguments are made of
+  // For an op:
+  bool carries_on = false;                             // a view, copy or sum of its inputs
+  std::vector<std::shared_ptr<MadeGradient>> taken{};  // from which its arguments come
   std::vector<const c10::StorageImpl*> sources{};      // of its floating-point arguments
   std::optional<std::vector<at::Tensor>> exact{};      // its results in fp32
 
-  // Of a node.
+  // For a node:
   bool accumulates = false;
   std::vector<std::pair<c10::weak_intrusive_ptr<c10::StorageImpl>, std::shared_ptr<MadeGradient>>>
       made{};
@@ -191,7 +191,7 @@ class UnderflowRecording final : public Recording<UnderflowCall> {
         gradients_.push_back(std::move(made));
         return;
       }
-      // An op in place makes it anew.
+      // An op in place replaces the earlier gradient.
       std::erase_if(node->made, [&](const auto& earlier) {
         return earlier.first._unsafe_get_target() == storage_of(result);
       });
@@ -210,12 +210,12 @@ struct UnderflowHistory {
     std::vector<std::size_t> rows{};  // indices in `rows`
     at::Tensor lost{};                // for each of these
   };
-  int64_t steps_in_all = 0;  // those that have begun
+  int64_t steps_in_all = 0;  // steps that have begun
   bool in_step = false;
   std::vector<UnderflowRow> rows;
   std::map<std::pair<std::string, bool>, std::size_t> row_index;
   std::vector<UnderflowStep> steps;
-  std::vector<std::pair<std::size_t, at::Tensor>> scales_of;  // steps, where only a device knows
+  std::vector<std::pair<std::size_t, at::Tensor>> scales_of;  // steps whose scale is on a device
   std::vector<Counts> counts;
 
   void add(UnderflowStep step, const at::Tensor& scale, const UnderflowRecording& seen) {
@@ -283,7 +283,7 @@ inline UnderflowMeter::UnderflowMeter(detail::NamedParameters parameters,
     : parameters_(std::move(parameters)),
       every_(options.every),
       history_(std::make_shared<detail::UnderflowHistory>()) {
-  TORCH_CHECK_VALUE(every_ >= 1, "UnderflowMeter: every is ", every_, ". It is 1 or more.");
+  TORCH_CHECK_VALUE(every_ >= 1, "UnderflowMeter: every is ", every_, ". It must be 1 or more.");
 }
 
 inline UnderflowReport UnderflowMeter::report() const {
@@ -296,15 +296,15 @@ inline UnderflowReport UnderflowMeter::report() const {
 inline UnderflowMeter::Step::Step(const UnderflowMeter& meter, const GradScaler* scaler)
     : history_(meter.history_) {
   TORCH_CHECK(!history_->in_step,
-              "UnderflowMeter::step: the last step has not ended. It ends with the object that "
-              "step() returned: destroy that first.");
+              "UnderflowMeter::step: the last step has not ended. First destroy the object that "
+              "step() returned: it ends the step.");
   if (history_->steps_in_all % meter.every_ == 0) {
     auto recording = std::make_shared<detail::UnderflowRecording>(meter.parameters_);
     if (scaler != nullptr) {
       const detail::InternalOps internal;
       const at::Tensor scale = scaler->scale_tensor();
       scale_ = scale.defined() ? scale.clone() : at::Tensor();
-      if (!scale.defined()) known_scale_ = scaler->get_scale();  // as the host then knows it
+      if (!scale.defined()) known_scale_ = scaler->get_scale();  // the scale is on the host
     }
     observation_.emplace("UnderflowMeter", recording);
     recording_ = std::move(recording);

@@ -1,5 +1,5 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// Casts of weights that are used one after another, made at once.
+// Casts of weights in groups.
 #pragma once
 
 #include <ATen/TensorSubclassLikeUtils.h>
@@ -38,30 +38,33 @@
 namespace torchamp::detail {
 
 // Note [Weights cast together]
-// LibTorch casts each weight by itself at its first use in a region, and each gradient by itself in
-// backward. A model uses the same weights in the same order in each region, so a thread notes which
-// weights a region has cast one after another: a CastChunk. The next region that casts its first
-// weight casts the whole chunk by one op, each weight into a tensor of its own, with one node of
-// the graph for all. A weight of a chunk that a region has not used is taken out of it when the
-// chunk is next cast; a weight in no chunk is noted for a new one.
+// LibTorch casts each weight separately at its first use in a region, and each gradient separately
+// in backward. A model mostly uses the same weights in the same order in each region. So torchamp
+// records, per thread, which weights a region casts, and in which order: a CastChunk. If a later
+// region casts the first weight of a chunk, one op casts the whole chunk, each weight into its own
+// tensor, with one node of the graph for all. If a region has not used a weight of a chunk, the
+// weight is removed when the chunk is cast the next time. A weight in no chunk is recorded for a
+// new chunk.
 //
-// The casts live as long as LibTorch's own cache keeps them: they hang on an entry of that cache, a
-// cast of an empty tensor of the thread's. So whatever clears it drops them, and they are found
-// again only by the thread that made them. Within a capture the casts are part of the graph.
+// The casts live as long as entries of LibTorch's own cache: they are attached to an entry of that
+// cache, the cast of an empty tensor of the thread. So if the cache is cleared, they are dropped,
+// and only the thread that made them can find them. In a capture the casts are part of the
+// graph.
 //
-// The graph goes from a transpose's cast to the weight, past the transpose itself. So only one
-// whose node does nothing else is taken for a use of the weight: see passes_gradient_on().
+// The graph goes from a transpose's cast directly to the weight, without the transpose. So a
+// transpose counts as a use of the weight only if its node does nothing else: see
+// passes_gradient_on().
 //
-// A chunk's gradients arrive at the weights when the last of them has come, so later than by nodes
-// of their own. Where two others are added to a weight's gradient, the order of the sum may differ.
+// The gradients of a chunk reach the weights when the last of them is computed, so later than with
+// separate nodes. If a weight has two or more other gradients, the order of the sum may differ.
 //
-// A chunk's node is reached in backward if any of its casts is, and then passes undefined gradients
-// to the weights whose casts are not. Without hooks LibTorch ignores these; so weights with hooks
-// have nodes of their own.
+// Backward reaches a chunk's node if it reaches any of the casts. The node then passes undefined
+// gradients to weights whose casts were not reached. Without hooks LibTorch ignores these; so
+// weights with hooks have their own nodes.
 
-/// A tensor that an op is given: a weight, or the transpose of one, as of torch::nn::Linear.
+/// An argument of an op: a weight, or the transpose of a weight, as in torch::nn::Linear.
 struct WeightUse {
-  at::Tensor weight;  ///< undefined if it is neither
+  at::Tensor weight;  ///< undefined if the argument is neither
   bool is_transposed = false;
 
   /// Distinguishes uses while their weights live.
@@ -71,8 +74,8 @@ struct WeightUse {
   }
 };
 
-/// Whether LibTorch's cache would take a tensor as a weight of a region of the device, and its
-/// changes can be seen.
+/// Whether LibTorch's cache would store the cast of a tensor in a region of the device, and
+/// LibTorch counts the tensor's changes.
 inline bool is_castable_weight(const at::TensorBase& tensor, at::DeviceType device) {
   if (!tensor.requires_grad() || !tensor.is_leaf() || tensor.is_view()) return false;
   if (tensor.scalar_type() != at::kFloat || tensor.unsafeGetTensorImpl()->get_backend_meta()) {
@@ -83,13 +86,13 @@ inline bool is_castable_weight(const at::TensorBase& tensor, at::DeviceType devi
          weight.is_non_overlapping_and_dense() && !at::isTensorSubclassLike(weight);
 }
 
-/// Whether a hook of the program runs when a gradient comes to the node.
+/// Whether a hook of the program runs when a gradient reaches the node.
 inline bool has_hooks(torch::autograd::Node& node) {
   return !node.pre_hooks().empty() || !node.post_hooks().empty() ||
          !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty();
 }
 
-/// Whether something of the program's runs when the weight's gradient arrives.
+/// Whether code of the program runs when the weight's gradient arrives.
 inline bool has_gradient_hooks(const at::Tensor& weight) {
   namespace impl = torch::autograd::impl;
   if (!impl::hooks(weight).empty() || impl::post_acc_grad_hooks(weight)) return true;
@@ -98,8 +101,8 @@ inline bool has_gradient_hooks(const at::Tensor& weight) {
 }
 
 /// Whether the gradient of a view, a transpose of the weight by its strides, is the transpose of
-/// the weight's: nothing else lies between, as a custom function or a hook, and the view was not
-/// made without a graph.
+/// the weight's gradient: there is no custom function or hook between them, and the view was made
+/// with a graph.
 inline bool passes_gradient_on(const at::Tensor& view, const at::TensorBase& weight) {
   if (!c10::GradMode::is_enabled()) return true;
   if (!view.requires_grad()) return false;
@@ -111,8 +114,8 @@ inline bool passes_gradient_on(const at::Tensor& view, const at::TensorBase& wei
              torch::autograd::impl::try_get_grad_accumulator(at::Tensor(weight));
 }
 
-/// Whether a view has the two dimensions of the weight, transposed, and its memory. (One from
-/// before a set_data() has the memory of then.)
+/// Whether a view has the two dimensions of the weight, transposed, and its memory. (A view from
+/// before a set_data() has the old memory.)
 inline bool is_transpose(const at::Tensor& view, const at::TensorBase& weight) {
   return view.dim() == 2 && weight.dim() == 2 && view.size(0) == weight.size(1) &&
          view.size(1) == weight.size(0) && view.stride(0) == weight.stride(1) &&
@@ -120,7 +123,7 @@ inline bool is_transpose(const at::Tensor& view, const at::TensorBase& weight) {
          storage_of(view) == storage_of(at::Tensor(weight)) && !view.is_neg() && !has_tangent(view);
 }
 
-/// Which weight this is.
+/// Identifies the weight.
 inline WeightUse weight_use(const at::Tensor& tensor, at::DeviceType device) {
   if (!tensor.defined() || tensor.scalar_type() != at::kFloat || tensor.is_nested()) return {};
   if (!tensor.is_view()) {
@@ -181,8 +184,8 @@ struct CastChunk {
     std::uintptr_t key() const { return WeightUse::key_of(weight.address(), is_transposed); }
   };
 
-  /// Few enough that casts which are not used cost little, and small enough that the gradients of
-  /// one chunk, which backward holds until the last has come, take little memory.
+  /// Limits of a chunk: few weights, so that unused casts cost little; few elements, because
+  /// backward holds the gradients of a chunk until the last is computed.
   static constexpr std::size_t most_members = 32;
   static constexpr int64_t most_elements = int64_t{1} << 23;
 
@@ -205,22 +208,22 @@ struct CastChunks {
   };
   std::unordered_map<std::uintptr_t, Place> of_weight;  // by WeightUse::key()
   at::Tensor anchor;        // the empty weight whose cast has the CastPool
-  std::uint64_t pools = 0;  // that have been made
+  std::uint64_t pools = 0;  // number of pools that were made
 
-  /// Forgets the weights that are gone.
+  /// Removes destroyed weights.
   void purge() {
     std::erase_if(of_weight, [](const auto& one) { return one.second.weight.is_gone(); });
   }
 };
 
-/// The casts of a thread and device type, while LibTorch's cache keeps what it belongs to.
+/// The casts of a thread and device type. Lives as long as an entry of LibTorch's cache.
 class CastPool final : public c10::BackendMeta {
  public:
   explicit CastPool(CastChunks& chunks) : chunks_(chunks), number_(++chunks.pools) {
     chunks.purge();
   }
 
-  /// The cast of what is used; undefined if LibTorch shall make it.
+  /// The cast for a use; undefined if LibTorch must make it.
   at::Tensor cast(const WeightUse& use, at::ScalarType dtype) {
     Entry* entry = find(use);
     const bool is_known = entry != nullptr;
@@ -237,10 +240,10 @@ class CastPool final : public c10::BackendMeta {
  private:
   struct Entry {
     WeightStamp stamp;
-    WeakTensor weight;                    // keeps its address from being used again
-    at::Tensor cast;                      // undefined: LibTorch's
+    WeakTensor weight;                    // protects its address from reuse
+    at::Tensor cast;                      // undefined: LibTorch casts
     std::shared_ptr<CastChunk> in_chunk;  // null: cast alone
-    std::size_t member = 0;               // of the chunk
+    std::size_t member = 0;               // the place in the chunk
     bool is_taken = false;
 
     bool serves(const at::Tensor& of) const {
@@ -251,7 +254,8 @@ class CastPool final : public c10::BackendMeta {
 
     at::Tensor take(const WeightUse& use, at::ScalarType dtype) {
       if (!cast.defined()) return {};
-      // Each transpose would be cast by itself, so gradients of two add up in the weight's dtype.
+      // Without a group each transpose has its own cast, so the gradients of two transposes add in
+      // the weight's dtype.
       if (is_taken && use.is_transposed && cast.requires_grad()) return {};
       WeightCastNote note{.hit = is_taken,
                           .from = use.weight.scalar_type(),
@@ -276,13 +280,13 @@ class CastPool final : public c10::BackendMeta {
                                                std::move(cast), std::move(in_chunk), member});
   }
 
-  /// As LibTorch's cache does; the transpose of a weight is left to it.
+  /// Casts a weight like LibTorch's cache; LibTorch casts the transpose of a weight.
   void cast_alone(const WeightUse& use, at::ScalarType dtype) {
     const c10::InferenceMode normal(false);
     put(use, use.is_transposed ? at::Tensor() : use.weight.to(dtype));
   }
 
-  /// Notes a weight that no chunk has brought.
+  /// Records a weight that is in no chunk.
   void note(const WeightUse& use) {
     if (!open_ || !open_->takes(use.weight)) {
       open_ = std::make_shared<CastChunk>(CastChunk{.device = use.weight.device(), .members = {}});
@@ -292,9 +296,9 @@ class CastPool final : public c10::BackendMeta {
     open_->elements += use.weight.numel();
   }
 
-  /// Casts the chunk of this use, from it on; false if there is none. If the latest region has not
-  /// used this weight, this may be the same region, with its cache cleared: so no member is taken
-  /// out of the chunk.
+  /// Casts the chunk of this use, from this weight on; false if there is none. If the latest region
+  /// has not used this weight, this may be the same region after its cache was cleared: so no
+  /// member is removed from the chunk.
   bool cast_chunk(const WeightUse& first, at::ScalarType dtype) {
     const auto place = chunks_.of_weight.find(first.key());
     if (place == chunks_.of_weight.end()) return false;
@@ -365,17 +369,17 @@ class CastPool final : public c10::BackendMeta {
   CastChunks& chunks_;
   std::uint64_t number_;
   std::unordered_map<std::uintptr_t, Entry> entries_;
-  std::shared_ptr<CastChunk> open_;  // what is noted now
+  std::shared_ptr<CastChunk> open_;  // the chunk that is being recorded
 };
 
-/// The calling thread's pool for regions of a device, and what keeps it.
+/// The calling thread's pool for regions of a device, and the tensor that keeps it alive.
 struct CastPoolHandle {
   at::Tensor keeps;
   CastPool* pool;
 };
 
-/// The calling thread's pool; a new one if LibTorch's cache has been cleared. `dtype` is that of
-/// the region, which uses LibTorch's cache.
+/// The calling thread's pool; a new one if LibTorch's cache has been cleared. `dtype` is the
+/// region's dtype; the region uses LibTorch's cache.
 inline CastPoolHandle cast_pool(at::Device device, at::ScalarType dtype) {
   static thread_local std::unordered_map<at::DeviceType, CastChunks> of_thread;
   CastChunks& chunks = of_thread[device.type()];

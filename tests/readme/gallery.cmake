@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: BSD-3-Clause
+# cmake -P gallery.cmake: the gallery names each public header in the table of its tier, links each example, and a page of
+# the guide links each numbered example.
+set(top ${CMAKE_CURRENT_LIST_DIR}/../..)
+file(READ ${top}/examples/README.md gallery)
+
+# section(RESULT FIRST LAST): the text between two headings.
+function(section result first last)
+  string(REGEX REPLACE ".*\n### ${first}\n" "" text "${gallery}")
+  string(REGEX REPLACE "\n##+ ${last}\n.*" "" text "${text}")
+  set(${result} "${text}" PARENT_SCOPE)
+endfunction()
+section(core Core Extras)
+section(extra Extras Labs)
+section(labs Labs Examples)
+
+file(GLOB headers RELATIVE ${top}/include/torchamp ${top}/include/torchamp/*.h ${top}/include/torchamp/distributed/*.h
+     ${top}/include/torchamp/labs/*.h)
+foreach(header IN LISTS headers)
+  file(READ ${top}/include/torchamp/${header} text)
+  if(NOT text MATCHES "@brief (Core|Extra|Labs)[.]")
+    message(SEND_ERROR "${header} does not say its tier")
+    continue()
+  endif()
+  string(TOLOWER ${CMAKE_MATCH_1} tier)
+  string(FIND "${${tier}}" "`${header}`" found)
+  if(found EQUAL -1)
+    message(SEND_ERROR "examples/README.md: the table of the tier '${CMAKE_MATCH_1}' lacks `${header}`")
+  endif()
+endforeach()
+
+file(GLOB pages ${top}/examples/guide/*.md)
+set(guide "")
+foreach(page IN LISTS pages)
+  file(READ ${page} text)
+  string(APPEND guide "${text}")
+endforeach()
+file(GLOB examples RELATIVE ${top}/examples ${top}/examples/*.cpp ${top}/examples/labs/*.cpp)
+foreach(example IN LISTS examples)
+  string(FIND "${gallery}" "(${example})" found)
+  if(found EQUAL -1)
+    message(SEND_ERROR "examples/README.md does not link ${example}")
+  endif()
+  string(FIND "${guide}" "(../${example})" found)
+  if(found EQUAL -1)
+    message(SEND_ERROR "no page of the guide links ${example}")
+  endif()
+endforeach()
