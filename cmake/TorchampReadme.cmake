@@ -4,7 +4,8 @@
 #   ```cpp   with an int main: a separate program, built and run. If the next block is ```text, the program
 #            must print it; numbers may differ by a tenth. Without an int main: the body of a function, which
 #            may use the names of readme/prelude.h. All bodies are compiled in one file, after their #include
-#            lines. Bodies with distributed/process_group.h need Gloo's headers.
+#            lines. Blocks with distributed/process_group.h need Gloo's headers. A program with it runs in two
+#            processes. A program with USE_NCCL is also compiled with this macro.
 #   ```cpp run: such a body, compiled and run.
 #   ```diff  without @@: such a body before and after the change.
 #   ```cmake a project with a main.cpp, configured against this source tree.
@@ -82,6 +83,26 @@ macro(_torchamp_readme_target name)
   target_compile_options(${name} PRIVATE -Wno-unused -Wno-shadow)
 endmacro()
 
+# A program with USE_NCCL: runs on the simulated devices if there are any. Otherwise headers_test compiles it.
+function(_torchamp_readme_nccl target source)
+  get_target_property(cuda torchamp::libtorch TORCHAMP_CUDA_HEADERS)
+  find_path(nccl nccl.h PATHS ${cuda} NO_DEFAULT_PATH NO_CACHE)
+  if(NOT nccl)
+    return()
+  endif()
+  if(TORCHAMP_CUDA_ON_HOST)
+    target_compile_definitions(${target} PRIVATE USE_NCCL)
+    set_property(TEST ${target} APPEND PROPERTY ENVIRONMENT CUDA_ON_HOST_DEVICES=2)
+    return()
+  endif()
+  add_library(${target}_nccl OBJECT EXCLUDE_FROM_ALL ${source})
+  target_link_libraries(${target}_nccl PRIVATE torchamp::torchamp)
+  target_include_directories(${target}_nccl SYSTEM PRIVATE ${cuda})
+  target_compile_definitions(${target}_nccl PRIVATE USE_NCCL)
+  torchamp_warnings(${target}_nccl)
+  add_dependencies(headers_test ${target}_nccl)
+endfunction()
+
 # Sets `name` to the beginning of the names of the tests of `file`: readme, examples_readme.
 function(_torchamp_readme_name name file)
   string(TOLOWER "${file}" file)
@@ -145,12 +166,19 @@ function(torchamp_add_readme_test)
         _torchamp_readme_output(output ${file} ${line})
         file(WRITE ${folder}/${target}.txt "${output}")
         file(MAKE_DIRECTORY ${folder}/${target})
+        set(run "")
+        if(text MATCHES "torchamp/distributed/process_group[.]h")
+          set(run ${CMAKE_COMMAND} -DPROCESSES=2 -P ${PROJECT_SOURCE_DIR}/examples/support/run_processes.cmake --)
+        endif()
         add_test(
           NAME ${target}
           COMMAND ${CMAKE_COMMAND} -DEXPECTED=${folder}/${target}.txt -P ${PROJECT_SOURCE_DIR}/tests/readme/prints.cmake
-                  -- $<TARGET_FILE:${target}>
+                  -- ${run} $<TARGET_FILE:${target}>
           WORKING_DIRECTORY ${folder}/${target})
-        set_tests_properties(${target} PROPERTIES LABELS readme)
+        set_tests_properties(${target} PROPERTIES LABELS readme ENVIRONMENT OMP_NUM_THREADS=1)
+        if(text MATCHES "USE_NCCL")
+          _torchamp_readme_nccl(${target} ${folder}/${target}.cpp)
+        endif()
       else()
         set(kind compiled)
         if(run_${line})

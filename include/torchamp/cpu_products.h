@@ -30,11 +30,12 @@ enum class CpuProducts : std::uint8_t {
 /// The default is the value of the environment variable TORCHAMP_CPU_PRODUCTS (`fp32` or
 /// `libtorch`), and `fastest` if it is not set.
 ///
-/// The first enabled guard for a CPU in 16 bits decides. If the products are computed in fp32, the
-/// guard registers kernels for the CPU with LibTorch's dispatcher. From then on, backward passes
-/// and code without guards also use these kernels. If another library has replaced an op's CPU
-/// kernel, that kernel stays. A process without such a guard keeps LibTorch's kernels. Any thread;
-/// never synchronises.
+/// The first enabled guard for a CPU in 16 bits decides, or the first step of a FusedMuon on a CPU,
+/// which multiplies in bf16 without a guard. If the products are computed in fp32, it registers
+/// kernels for the CPU with LibTorch's dispatcher. From then on, backward passes and code without
+/// guards also use these kernels. If another library has replaced an op's CPU kernel, that kernel
+/// stays. A process without such a guard or step keeps LibTorch's kernels. Any thread; never
+/// synchronises.
 void set_cpu_products(CpuProducts products);
 
 /// Returns how CPUs compute products in `dtype` (fp16 or bf16) from the next guard on: `libtorch`

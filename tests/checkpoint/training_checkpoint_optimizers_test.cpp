@@ -193,6 +193,27 @@ TEST(TrainingCheckpointValues, CastsAnOptimizersStateToItsParametersDtype) {
   EXPECT_TRUE(at::equal(after, before.to(at::kFloat)));
 }
 
+// The weight itself is in bf16, which cannot hold 257.
+TEST(TrainingCheckpointValues, KeepsTheStateOfASplitWeightInFp32) {
+  const TemporaryFolder folder;
+  torch::nn::Linear net(3, 2);
+  torchamp::MasterWeights masters(
+      net, {.dtype = at::kBFloat16, .storage = torchamp::MasterStorage::split});
+  torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(0.1).momentum(0.9));
+  for (const Tensor& p : masters.parameters()) {
+    p.mutable_grad() = at::full(p.sizes(), 257., at::kFloat);
+  }
+  optimizer.step();
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("masters", masters).add("optimizer", optimizer).save();
+  EXPECT_TRUE(checkpoint.load());
+  for (const Tensor& p : masters.parameters()) {
+    auto& state =
+        static_cast<torch::optim::SGDParamState&>(*optimizer.state().at(p.unsafeGetTensorImpl()));
+    EXPECT_TRUE(at::equal(state.momentum_buffer(), at::full(p.sizes(), 257., at::kFloat)));
+  }
+}
+
 TEST(TrainingCheckpointValues, RefusesAnLbfgsOfParametersOfOtherSizes) {
   const TemporaryFolder folder;
   torch::nn::Linear small(3, 2), large(5, 2);

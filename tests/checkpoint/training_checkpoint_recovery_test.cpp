@@ -76,6 +76,30 @@ TEST(TrainingCheckpointRecovery, LoadsWithinAnIterationWhichScalersThenForget) {
   }
 }
 
+TEST(TrainingCheckpointRecovery, EndsTheIterationOfEachOptimizer) {
+  const TemporaryFolder folder;
+  torch::nn::Linear first(3, 2), second(3, 2);
+  torch::optim::SGD of_first(first->parameters(), 0.1), of_second(second->parameters(), 0.1);
+  torchamp::GradScaler scaler;
+  const auto backward = [&] {
+    const Tensor x = at::ones({1, 3});
+    scaler.scale(first->forward(x).sum() + second->forward(x).sum()).backward();
+  };
+  backward();
+  scaler.step(of_first);
+  scaler.step(of_second);
+  scaler.update();
+  TrainingCheckpoint checkpoint(folder / "run.pt");
+  checkpoint.add("first", of_first).add("second", of_second).add("scaler", scaler).save();
+  backward();
+  scaler.step(of_first);
+  scaler.step(of_second);
+  EXPECT_TRUE(checkpoint.load());
+  for (const torch::optim::SGD* const optimizer : {&of_first, &of_second}) {
+    EXPECT_FALSE(scaler.is_stepped(*optimizer));
+  }
+}
+
 TEST(TrainingCheckpointRecovery, KeepsAnIterationIfLoadingFails) {
   Recovery run;
   double missing = 0.;

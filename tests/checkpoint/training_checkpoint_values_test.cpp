@@ -278,7 +278,10 @@ TEST(TrainingCheckpointValues, RefusesToSaveWithoutLocalPartsAndLeavesTheOldFile
 TEST(TrainingCheckpointValues, RestoresTheOthersIfOneThrowsATypeThatIsNoException) {
   struct Thrower {
     void save(torch::serialize::OutputArchive&) const {}
-    void load(torch::serialize::InputArchive&) { throw 5; }
+    void load(torch::serialize::InputArchive&) {
+      (void)at::rand({2});
+      throw 5;
+    }
   };
   const TemporaryFolder folder;
   int step = 1;
@@ -286,8 +289,12 @@ TEST(TrainingCheckpointValues, RestoresTheOthersIfOneThrowsATypeThatIsNoExceptio
   TrainingCheckpoint checkpoint(folder / "run.pt");
   checkpoint.add("step", step).add("thrower", thrower).save();
   step = 2;
+  at::manual_seed(4);
+  const Tensor next = at::rand({2});
+  at::manual_seed(4);
   EXPECT_THROW((void)checkpoint.load(), int);
   EXPECT_EQ(step, 2);
+  EXPECT_TRUE(at::equal(at::rand({2}), next)) << "the thrower has drawn numbers";
 }
 
 TEST(TrainingCheckpointValues, NamesTheObjectWhateverItThrows) {

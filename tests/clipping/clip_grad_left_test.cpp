@@ -176,4 +176,20 @@ TEST(DeferredClipsSimulated, StaysWithGradientsThatAreUnscaledOnceThereIsMemory)
   expect_close(parameter.detach(), torch::full({4}, 0.75, parameter.options()));
 }
 
+TEST(DeferredClipsSimulated, OfZeroStaysZeroInASecondClip) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  const auto options = simulated::on(simulated::sim0, at::kFloat);
+  for (const bool is_second : {false, true}) {
+    const Tensor p = torch::zeros({3}, options).requires_grad_();
+    torchamp::FusedSGD optimizer({p}, SGDOptions(1.));
+    torchamp::GradScaler scaler({.init_scale = 4.});
+    scaler.scale(p.sum()).backward();
+    for (const double limit : {is_second ? 1. : 0., is_second ? 0. : 1.}) {
+      torchamp::clip_grad_norm_(scaler, optimizer, limit);
+    }
+    EXPECT_TRUE(scaler.step(optimizer)) << "a gradient of zeros is finite";
+    expect_close(p.cpu(), torch::zeros({3}));
+  }
+}
+
 }  // namespace

@@ -14,11 +14,13 @@
 #include <limits>
 #include <string>
 #include <thread>
+#include <vector>
 
 #include "support/expect_error.h"
 #include "support/warnings.h"
 #include "torchamp/autocast.h"
 #include "torchamp/cpu_products.h"
+#include "torchamp/optim.h"
 
 namespace {
 
@@ -78,6 +80,19 @@ TEST(CpuProducts, StayLibTorchsUntilAGuardIn16BitsIsMade) {
     guard_in(at::kBFloat16);
     EXPECT_EQ(kernels_of("aten::mm"), 1);
     EXPECT_EQ(warnings.text(), "");
+  });
+}
+
+TEST(CpuProducts, AreDecidedByTheFirstStepOfMuonWithoutAGuard) {
+  EXPECT_IN_NEW_PROCESS([] {
+    torchamp::set_cpu_products(CpuProducts::fp32);
+    const at::Tensor weight = at::ones({2, 3}).requires_grad_();
+    torchamp::FusedMuon muon(std::vector<at::Tensor>{weight});
+    weight.mutable_grad() = at::ones({2, 3});
+    EXPECT_EQ(kernels_of("aten::bmm"), 0);
+    muon.step();
+    EXPECT_EQ(kernels_of("aten::bmm"), 1);
+    EXPECT_EQ(kernels_of("aten::baddbmm"), 1);
   });
 }
 

@@ -256,6 +256,7 @@ std::vector<Row> rows() {
       {"with momentum", fused<torchamp::FusedSGD>(SGDOptions(1e-3).momentum(0.9))},
       {"with dampening", fused<torchamp::FusedSGD>(SGDOptions(1e-3).momentum(0.9).dampening(0.5))},
       {"`FusedAdagrad`", fused<torchamp::FusedAdagrad>(AdagradOptions(1e-3))},
+      {"`FusedMuon`", fused<torchamp::FusedMuon>(torchamp::MuonOptions(1e-3))},
       {"`FusedAdam`, `skip_non_finite()`",
        fused<torchamp::FusedAdam>(adam, GradScalerOptions::skip_non_finite())},
       {"`FusedAdam`, `fairseq()`", fused<torchamp::FusedAdam>(adam, GradScalerOptions::fairseq())},

@@ -323,6 +323,20 @@ TEST_P(GradientsInOneMemory, AreDividedOnceByAStepThatTheProgramMakes) {
 
 // ---- Other holders of gradients -----------------------------------------------------------------
 
+TEST(GradientsInOneMemoryOf, AParameterWithGapsThatReachesIntoAnotherIsSeparated) {
+  for (const bool fused : {false, true}) {
+    const Tensor memory = torch::full({6}, 8.F);
+    const Params params{parameter_with(memory.as_strided({3}, {2})),  // elements 0, 2 and 4
+                        parameter_with(memory.narrow(0, 4, 2))};
+    const auto optimizer = plain_or_fused_sgd(params, fused);
+    GradScaler scaler({.init_scale = 8.});
+    scaler.scale(torch::ones({}));
+    EXPECT_TRUE(scaler.step(*optimizer));
+    expect_close(params[0], torch::full({3}, -1.F));
+    expect_close(params[1], torch::full({2}, -1.F));
+  }
+}
+
 TEST(GradientsInOneMemoryOf, ParametersThatHoldOneTensorAreReplacedOnce) {
   for (const bool fused : {false, true}) {
     const Tensor gradient = torch::tensor({4.F, 8.F});

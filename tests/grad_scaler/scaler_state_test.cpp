@@ -504,6 +504,14 @@ void step_without_asking(GradScaler& scaler, torch::optim::Optimizer& optimizer,
 
 }  // namespace
 
+TEST_P(GradScalerOn, RefusesToScaleAnyOutputOfAListAgain) {
+  GradScaler scaler({.init_scale = 4.});
+  const at::Tensor w = tensor({1}).requires_grad_();
+  for (const at::Tensor& loss : scaler.scale(at::TensorList{w.sum(), (w * 2).sum()})) {
+    EXPECT_ERROR(scaler.scale(loss), "has been scaled already");
+  }
+}
+
 TEST_P(GradScalerOn, ClearsItsRecordsAtEachEndOfAnIteration) {
   using End = std::function<void(GradScaler&)>;
   const End ends[] = {[](GradScaler& s) { s.update(); }, [](GradScaler& s) { s.update(4.); },

@@ -183,6 +183,14 @@ TEST_P(StepOrder, AClipOfScaledGradientsIsReportedOnce) {
   EXPECT_EQ(times_told(warnings.text(), clipped_scaled), 1U) << warnings.text();
 }
 
+TEST_P(StepOrder, AClipOfScaledGradientsIsReportedIfAClipWithTheScalerFollows) {
+  scaler.scale(loss_of(w)).backward();
+  torchamp::clip_grad_norm_(*optimizer, 1.);
+  torchamp::clip_grad_norm_(scaler, *optimizer, 0.5);
+  scaler.step(*optimizer);
+  EXPECT_EQ(times_told(warnings.text(), clipped_scaled), 1U) << warnings.text();
+}
+
 TEST_P(StepOrder, AClipOfScaledParametersOrValuesIsReported) {
   for (int form = 0; form < 3; ++form) {
     GradScaler own({.init_scale = 64.});

@@ -28,4 +28,13 @@ TEST(GradScalerFile, ReadsNegativeAndLongIntegers) {
   EXPECT_EQ(integer("\x8a\x08\0\0\0\0\0\0\0\x80"s), std::numeric_limits<int64_t>::min());
 }
 
+// As in Python, where {"a": 1, "a": 2} is {"a": 2}.
+TEST(GradScalerFile, TakesTheLastOfEqualKeys) {
+  using namespace std::string_literals;
+  const std::string pickle = "\x80\x02}(X\x01\0\0\0aK\x01X\x01\0\0\0aK\x02u."s;
+  const PickleReader reader(pickle);
+  ASSERT_NE(reader.find(reader.root(), "a"), nullptr);
+  EXPECT_EQ(reader.find(reader.root(), "a")->integer, 2);
+}
+
 }  // namespace

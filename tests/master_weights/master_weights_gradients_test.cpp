@@ -90,6 +90,33 @@ TEST(MasterWeights, TakeSparseGradients) {
   EXPECT_TRUE(at::equal(gradient.to_dense().select(1, 0), at::tensor({0.f, 2.f, 0.f, 2.f, 0.f})));
 }
 
+// Added in bf16 they were 256, in fp16 2,048.
+TEST(MasterWeights, GetTheSumOfTheGradientsOfAWordThatOccursOften) {
+  constexpr int64_t many = 5000;
+  using torchamp::MasterStorage;
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
+    for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
+      if (storage == MasterStorage::split && dtype == at::kHalf) continue;
+      for (const bool main_gradients : {false, true}) {
+        torch::nn::Embedding table(5, 2);
+        MasterWeights masters(
+            table, {.dtype = dtype, .storage = storage, .main_gradients = main_gradients});
+        Tensor loss;
+        {
+          const torchamp::AutocastGuard guard(at::kCPU, dtype);
+          loss = table->forward(at::full({many}, 3, at::kLong)).sum();
+        }
+        loss.backward();
+        masters.take_gradients();
+        const Tensor gradient = masters.parameters()[0].grad();
+        ASSERT_EQ(gradient.scalar_type(), at::kFloat);
+        EXPECT_NEAR(gradient[3][1].item<double>(), many, many / 256.);
+        EXPECT_EQ(gradient[2][1].item<double>(), 0.);
+      }
+    }
+  }
+}
+
 /// fp32 gradients of before cannot be added to, and masters begin without any.
 TEST(MasterWeights, DropOldGradientsOfTheParametersThatTheyTakeOver) {
   Net net;

@@ -15,9 +15,11 @@
 #include "support/devices.h"
 #include "support/dropping_accumulation.h"
 #include "support/expect_error.h"
+#include "support/host_allocation_limit.h"
 #include "support/masters_training.h"
 #include "support/memory_meter.h"
 #include "support/optimizer_kinds.h"
+#include "support/out_of_memory.h"
 #include "support/seed.h"
 #include "torchamp/accumulate.h"
 #include "torchamp/closure_step.h"
@@ -488,6 +490,56 @@ TEST(SplitMasters, RefuseAFileOnceTheModelWasCast) {
   const at::Tensor weight = model->weight.detach().clone();
   EXPECT_ERROR(torch::load(masters, file), "MasterWeights::load: the weight 'weight' was moved");
   EXPECT_TRUE(at::equal(model->weight, weight));
+}
+
+TEST(SplitMasters, KeepTheClipAndNotTheScaleOfAStepThatRanOutOfMemory) {
+  const auto options = at::TensorOptions(at::kFloat);
+  const Tensor scale = at::full({}, 4., options), found_inf = at::zeros({}, options);
+  for (const bool clips : {false, true}) {
+    int failures = 0;
+    for (bool fails = true; fails; failures += fails ? 1 : 0) {
+      ASSERT_LT(failures, 100);
+      const Weights model(Params{at::zeros({3})});
+      MasterWeights masters(model, split);
+      torchamp::FusedSGD optimizer(masters.parameters(), torch::optim::SGDOptions(1.));
+      model->weights[0].mutable_grad() = at::full({3}, 8.);
+      if (clips) optimizer.divide_next_step(at::full({}, 2., options));
+      try {
+        const HostAllocationLimit limit(failures);
+        optimizer.step_scaled(scale, found_inf);
+        fails = false;
+      } catch (const c10::OutOfMemoryError&) {
+      }
+      if (fails) optimizer.step();  // without a scale
+      const float expected = -8.F / (clips ? 2.F : 1.F) / (fails ? 1.F : 4.F);
+      EXPECT_TRUE(at::equal(model->weights[0].to(at::kFloat), at::full({3}, expected)));
+    }
+    EXPECT_GT(failures, 0) << "or this tests nothing";
+  }
+}
+
+TEST(SplitMasters, CountNoStepThatRunsOutOfMemory) {
+  const auto train = [](bool fails) {
+    at::manual_seed(3);
+    torch::nn::Linear net(4, 3);
+    MasterWeights masters(net, split);
+    torchamp::FusedAdam optimizer(masters.parameters(), torch::optim::AdamOptions(0.1));
+    for (const Tensor& p : masters.parameters()) {
+      p.mutable_grad() = at::ones(p.sizes(), at::kFloat);
+    }
+    optimizer.step();
+    if (fails) {
+      const auto step = [&] { optimizer.step(); };
+      EXPECT_GT(until_memory_suffices<HostAllocationLimit>(step, [] {}), 0);
+    } else {
+      optimizer.step();
+    }
+    return net->parameters();
+  };
+  const Params expected = train(false), actual = train(true);
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    EXPECT_TRUE(at::equal(actual[i], expected[i]));
+  }
 }
 
 }  // namespace

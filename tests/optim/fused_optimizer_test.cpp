@@ -15,6 +15,7 @@
 #include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/fused_optimizers.h"
+#include "support/host_allocation_limit.h"
 #include "support/tolerances.h"
 
 namespace {
@@ -144,13 +145,69 @@ TEST_P(FusedOptimizers, HoldNoGradients) {
   EXPECT_TRUE(gradient.expired());
 }
 
-TEST_P(FusedOptimizers, LetAutogradKnowThatTheyWrite) {
-  const Tensor p = param({3}, device());
-  const auto optimizer = kind().fused({OptimizerParamGroup({p})});
-  const Tensor loss = (p * p).sum();  // saves p
-  p.mutable_grad() = torch::ones_like(p);
-  optimizer->step();
-  EXPECT_ERROR(loss.backward(), "modified by an inplace operation");
+TEST_P(FusedOptimizers, LetAutogradKnowThatTheyWriteToEachParameter) {
+  for (const std::size_t written : {0, 1}) {
+    const Params both{param({3}, device()), param({3}, device())};
+    const auto optimizer = kind().fused({OptimizerParamGroup(both)});
+    const Tensor loss = (both[written] * both[written]).sum();  // saves the parameter
+    for (const Tensor& p : both) p.mutable_grad() = torch::ones_like(p);
+    optimizer->step();
+    EXPECT_ERROR(loss.backward(), "modified by an inplace operation");
+  }
+}
+
+struct Trained {
+  Params params;
+  bool failed = false;
+};
+
+/// Two steps. The first one has memory for so many allocations, and is made again if they do not
+/// suffice.
+template <class Make>
+Trained train_with_memory(const Make& make, int allocations) {
+  torch::manual_seed(1);
+  Trained trained{.params = {param({3, 4}), param({3, 4})}};
+  const Params before = copies(trained.params);
+  const std::unique_ptr<Optimizer> optimizer = make(trained.params);
+  const Tensor found_inf = number(0., at::kCPU);
+  const auto step = [&] { as_fused(*optimizer).step_scaled(Tensor(), found_inf); };
+  for (const Tensor& p : trained.params) p.mutable_grad() = torch::randn_like(p);
+  try {
+    const HostAllocationLimit limit(allocations);
+    step();
+  } catch (const c10::OutOfMemoryError&) {
+    trained.failed = true;
+  }
+  if (trained.failed) {
+    expect_close(trained.params, before);
+    step();
+  }
+  step();
+  return trained;
+}
+
+template <class Make>
+void expect_no_trace_of_steps_without_memory(const Make& make) {
+  constexpr int enough = 500;
+  const Params expected = train_with_memory(make, enough).params;
+  for (int allocations = 0; allocations < enough; ++allocations) {
+    SCOPED_TRACE(allocations);
+    const Trained trained = train_with_memory(make, allocations);
+    expect_close(trained.params, expected);
+    if (!trained.failed) return;
+  }
+}
+
+TEST_P(FusedOptimizers, AreUnchangedByAStepThatRunsOutOfMemory) {
+  if (device() != at::kCPU) return;
+  expect_no_trace_of_steps_without_memory(
+      [&](const Params& both) { return kind().fused({OptimizerParamGroup(both)}); });
+}
+
+TEST(FusedMuon, IsUnchangedByAStepThatRunsOutOfMemory) {
+  expect_no_trace_of_steps_without_memory([](const Params& both) {
+    return std::make_unique<torchamp::FusedMuon>(both, torchamp::MuonOptions(0.1));
+  });
 }
 
 TEST_P(FusedOptimizers, IgnoreAutocast) {

@@ -49,11 +49,12 @@ TEST_P(FusedOptimizers, ExchangeArchivesWithLibTorchsOwn) {
 TEST_P(FusedOptimizers, RestoreOptionsOfGroups) {
   const Pair pair(kind(), params(), /*two_groups=*/true);
   pair.fused->param_groups()[0].options().set_lr(0.75);
+  pair.fused->param_groups()[1].options().set_lr(0.5);
   const Pair other(kind(), params(), /*two_groups=*/true);
   torch::optim::OptimizerOptions& options = other.fused->param_groups()[0].options();
   through_archive(*pair.fused, *other.fused);
   EXPECT_EQ(options.get_lr(), 0.75);  // the same object, as schedulers may hold it
-  EXPECT_EQ(other.fused->param_groups()[1].options().get_lr(), 0.03);
+  EXPECT_EQ(other.fused->param_groups()[1].options().get_lr(), 0.5);
 }
 
 // Rates that LibTorch 2.15 would take for unset in a group that is added.

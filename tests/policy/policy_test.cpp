@@ -461,4 +461,22 @@ TEST(Policy, PrintsItsEditsAndTheRulesOfBothDevices) {
   for (std::string line; std::getline(lines, line);) EXPECT_LE(line.size(), 100u) << line;
 }
 
+at::ScalarType dtype_of_product(const Policy& policy) {
+  const AutocastGuard guard(at::kCPU, {.policy = policy});
+  return at::mm(at::ones({2, 2}), at::ones({2, 2})).scalar_type();
+}
+
+TEST(PolicyConditions, OfEarlierEditsEndWithAnEditWithoutOne) {
+  const torchamp::When always{.predicate = [](const torchamp::OpCall&) { return true; }};
+  Policy policy = Policy::standard().fp32("mm", always);
+  EXPECT_EQ(dtype_of_product(policy), at::kFloat);
+  EXPECT_EQ(dtype_of_product(policy.lower_precision("mm")), at::kBFloat16);
+}
+
+TEST(PolicyConditions, OfTheLaterEditCountIfBothHold) {
+  const torchamp::When always{.predicate = [](const torchamp::OpCall&) { return true; }};
+  const Policy policy = Policy::standard().fp32("mm", always).lower_precision("mm", always);
+  EXPECT_EQ(dtype_of_product(policy), at::kBFloat16);
+}
+
 }  // namespace

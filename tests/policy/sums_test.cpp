@@ -186,6 +186,20 @@ TEST(Sums, InTheBackwardPassAreInFp32OnACpu) {
   for (const Sum& sum : backward_sums) expect_close_to_fp64(sum);
 }
 
+TEST(Sums, OfAnEmbeddingBagAreInFp32ThoughItsWeightsNeedNoGradient) {
+  for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {
+    const Tensor table = at::ones({4, 8}, dtype).requires_grad_();
+    Tensor result;
+    {
+      const AutocastGuard guard(at::kCPU, dtype);
+      result = std::get<0>(at::embedding_bag(table, first({many}), first({1}), false, 0, false,
+                                             at::ones({many}, dtype)));
+    }
+    result.sum().backward();
+    EXPECT_NEAR(table.grad()[0][0].item<double>(), many, 0.01 * many);
+  }
+}
+
 TEST(Sums, InTheBackwardPassDoNotChangeTheResultNorItsDtype) {
   for (const Sum& sum : backward_sums) {
     for (const at::ScalarType dtype : {at::kBFloat16, at::kHalf}) {

@@ -259,6 +259,21 @@ TEST(SeveralOptimizers, StepWhatIsAddedToOneLater) {
   EXPECT_FALSE(at::equal(parameters[2], before));
 }
 
+TEST(SeveralOptimizers, UnscaleWhatIsAddedToOneLater) {
+  Net net = make_net(at::kCPU);
+  const auto parameters = net->parameters();
+  torch::optim::SGD first({parameters[0]}, 0.01), second({parameters[1]}, 0.01);
+  TrainingStep train(net, {first, second},
+                     {.dtype = at::kFloat, .scaler = GradScalerOptions{.init_scale = 1024.}});
+  const auto loss = [&] { return loss_of(net, batch_of(at::kCPU, 1)); };
+  train(loss);
+  second.add_param_group(torch::optim::OptimizerParamGroup({parameters[2]}));
+  const Tensor gradient = torch::autograd::grad({loss()}, {parameters[2]})[0];
+  const Tensor expected = parameters[2].detach() - 0.01 * gradient;
+  train(loss);
+  EXPECT_TRUE(at::allclose(parameters[2], expected, 1e-4, 1e-6));
+}
+
 TEST(SeveralOptimizers, AreNamedAsTheOptimizersOfATrainingStepInErrors) {
   for (const bool is_fused : {true, false}) {
     Net net = make_net(at::kCPU);

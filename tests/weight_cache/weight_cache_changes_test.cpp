@@ -2,15 +2,19 @@
 // Weights that change, or go, while their casts are kept.
 #include "torchamp/weight_cache.h"
 
+#include <c10/core/CPUAllocator.h>
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <functional>
 #include <iterator>
 #include <memory>
 #include <sstream>
+#include <utility>
+#include <vector>
 
 #include "support/leaf.h"
 #include "support/memory_meter.h"
@@ -258,6 +262,46 @@ TEST_F(WeightCaches, DetectsTheStepsOfOptimizers) {
   expect_trains_alike<torch::optim::AdamW>(torch::optim::AdamWOptions(0.1), "AdamW");
   expect_trains_alike<torchamp::FusedSGD>(torch::optim::SGDOptions(0.1), "FusedSGD");
   expect_trains_alike<torchamp::FusedAdamW>(torch::optim::AdamWOptions(0.1), "FusedAdamW");
+}
+
+// LibTorch's SGD writes to `.data()`, whose writes nobody counts.
+TEST_F(WeightCaches, SeesAStepOfEveryGroupOfAnOptimizer) {
+  const Tensors weights{leaf({4, 4}), leaf({4, 4})};
+  const at::Tensor input = torch::randn({2, 4});
+  const auto forward = [&](const at::Tensor& x) { return x.mm(weights[0]).mm(weights[1]); };
+  std::vector<torch::optim::OptimizerParamGroup> groups;
+  for (const at::Tensor& weight : weights) groups.emplace_back(Tensors{weight});
+  torch::optim::SGD optimizer(groups, torch::optim::SGDOptions(0.5));
+  torchamp::GradScaler scaler({.init_scale = 4.});
+  for (const WeightCache cache : own_caches) {
+    for (int i = 0; i < 2; ++i) {
+      expect_same(values_and_gradients(with(cache), forward, input, weights),
+                  values_and_gradients(with(WeightCache::none), forward, input, weights), "cache");
+      optimizer.zero_grad();
+      scaler.scale(forward(input).sum()).backward();
+      scaler.step(optimizer);
+      scaler.update();
+    }
+  }
+}
+
+TEST_F(WeightCaches, SeesNewMemoryInTheStorageOfAWeight) {
+  const at::Tensor weight = leaf({4, 4}), input = torch::randn({2, 4});
+  const auto forward = [&](const at::Tensor& x) { return x.mm(weight); };
+  for (const WeightCache cache : own_caches) {
+    const AutocastGuard guard(at::kCPU, with(cache));
+    for (int i = 0; i < 2; ++i) {
+      const at::Tensor actual = forward(input);
+      {
+        const AutocastGuard plainly(at::kCPU, with(WeightCache::none));
+        EXPECT_TRUE(actual.equal(forward(input)));
+      }
+      const at::Tensor other = torch::randn({4, 4});
+      c10::DataPtr memory = c10::GetCPUAllocator()->allocate(other.nbytes());
+      std::memcpy(memory.get(), other.const_data_ptr(), other.nbytes());
+      weight.storage().set_data_ptr_noswap(std::move(memory));
+    }
+  }
 }
 
 TEST_F(WeightCaches, KeepsCastsForAWindowOfMicroBatches) {

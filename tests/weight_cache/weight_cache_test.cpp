@@ -397,6 +397,30 @@ TEST_F(WeightCaches, StaysWithinItsBudget) {
   torchamp::set_weight_cache_budget(std::numeric_limits<int64_t>::max());
 }
 
+TEST_F(WeightCaches, KeepsACastForTheLongestOfTheCachesThatUseIt) {
+  const at::Tensor weight = leaf({4, 4}), input = torch::randn({2, 4});
+  const WeightCache caches[] = {WeightCache::kept, WeightCache::region, WeightCache::kept};
+  for (const WeightCache cache : caches) {
+    const AutocastGuard guard(at::kCPU, with(cache));
+    (void)input.mm(weight);
+  }
+  EXPECT_EQ(misses(), 1);
+}
+
+TEST_F(WeightCaches, DropsWhatIsUnusedForLongestIfItsBudgetIsShort) {
+  const at::Tensor first = leaf({4, 4}), second = leaf({4, 4}), third = leaf({4, 4});
+  const at::Tensor input = torch::randn({2, 4});
+  torchamp::set_weight_cache_budget(2 * 4 * 4 * 2);  // two casts
+  const AutocastGuard guard(at::kCPU, with(WeightCache::kept));
+  for (const at::Tensor& weight : {first, second, first, third}) (void)input.mm(weight);
+  const int64_t before = misses();
+  (void)input.mm(first);
+  EXPECT_EQ(misses(), before);
+  (void)input.mm(second);
+  EXPECT_EQ(misses(), before + 1);
+  torchamp::set_weight_cache_budget(std::numeric_limits<int64_t>::max());
+}
+
 TEST_F(WeightCaches, DoesNotChangeRawAutocast) {
   auto net = make_net();
   const auto input = torch::randn({3, 8});

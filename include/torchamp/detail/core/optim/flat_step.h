@@ -61,6 +61,9 @@ class FlatStep {
   void descend(at::Tensor direction, const at::Tensor& length) const {
     params.addcmul_(direction, length, /*value=*/-1.);
     direction.reset();  // frees memory for the following ops
+    // A step that runs out of memory changes nothing: this comes before the first write.
+    take_back_if_skipped(list_.params, params);
+    for (std::size_t k = 0; k < state.size(); ++k) take_back_if_skipped(list_.state[k], state[k]);
     store(list_.params, params);
     for (std::size_t k = 0; k < state.size(); ++k) store(list_.state[k], state[k]);
   }
@@ -74,8 +77,12 @@ class FlatStep {
     return is_16_bit(all.scalar_type()) ? all.to(at::kFloat) : all;
   }
 
-  void store(const std::vector<at::Tensor>& tensors, at::Tensor all) const {
+  /// Puts the values of `tensors` into `all` if the step is skipped.
+  void take_back_if_skipped(const std::vector<at::Tensor>& tensors, at::Tensor all) const {
     if (found_inf_) at::where_out(all, found_inf_->to(at::kBool), flat(tensors), all);
+  }
+
+  static void store(const std::vector<at::Tensor>& tensors, const at::Tensor& all) {
     std::vector<at::Tensor> parts;
     int64_t offset = all.storage_offset();
     for (const at::Tensor& tensor : tensors) {

@@ -24,6 +24,7 @@
 #include "torchamp/detail/core/optim/kernel.h"
 #include "torchamp/detail/core/optim/step_list.h"
 #include "torchamp/detail/core/optim/stored_optimizer.h"
+#include "torchamp/detail/core/products/cpu_products.h"
 #include "torchamp/muon_options.h"
 
 namespace torchamp::detail {
@@ -38,6 +39,9 @@ namespace torchamp::detail {
 // The order of a matrix's columns does not matter to Newton-Schulz, and a matrix and its transpose
 // give results that are each other's transpose. Python's step transposes tall matrices, and so does
 // this one.
+//
+// A step multiplies in bf16 without a guard, so it decides how a CPU computes these products: see
+// Note [Products on CPUs].
 struct MuonKernel
     : KernelBase<StoredOptimizer<MuonOptions, MuonParamState>, MuonOptions, MuonParamState> {
   static constexpr const char* name = "FusedMuon";
@@ -62,6 +66,7 @@ struct MuonKernel
   }
 
   static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
+    if (list.params.front().is_cpu()) prepare_cpu_products(at::kBFloat16);
     for (const StepList& batch : batches_of(list)) step_batch(o, batch, scalars);
   }
 

@@ -60,7 +60,8 @@ struct StepCounter final : ReplayedState {
     learn();
     return may_be_first();
   }
-  bool wants_look() const override { return may_be_first() && !asked; }
+  /// A CPU's count is at hand.
+  bool wants_look() const override { return may_be_first() && !asked && !value.is_cpu(); }
   /// Starts a copy of the count to the host. Does not wait.
   void look() override {
     if (!wants_look()) return;

@@ -35,10 +35,10 @@ namespace torchamp::detail {
 // round its results. So each element of a result is rounded once, as on a GPU. They are under the
 // CPU's key and not under autocast's because backward passes run outside guards.
 //
-// The first guard for a CPU in a 16-bit dtype decides for that dtype and for each family of
-// products (see Note [Slow products]), and registers the kernels of a family that is computed in
-// fp32, once per process. The kernels look up the decision at each call. Operands in other dtypes
-// go to LibTorch's kernel as they are.
+// The first guard for a CPU in a 16-bit dtype, or the first step of Muon there, decides for that
+// dtype and for each family of products (see Note [Slow products]), and registers the kernels of a
+// family that is computed in fp32, once per process. The kernels look up the decision at each call.
+// Operands in other dtypes go to LibTorch's kernel as they are.
 //
 // LibTorch does not lock its dispatch table against calls, and a KernelFunction is several words. A
 // call from C++ reads the unboxed kernel, then the functor, which LibTorch's own kernels ignore. So
