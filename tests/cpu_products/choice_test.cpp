@@ -8,9 +8,9 @@
 #include <torch/torch.h>
 
 #include <algorithm>
-#include <chrono>
 #include <cstdio>
 #include <cstdlib>
+#include <ctime>
 #include <limits>
 #include <string>
 #include <thread>
@@ -197,7 +197,8 @@ TEST(CpuProducts, AreRefusedForOtherDtypes) {
   EXPECT_ERROR((void)torchamp::cpu_products(at::kFloat), "cpu_products: the dtype Float");
 }
 
-/// The least time of five products of matrices, or of five convolutions and their gradients.
+/// The least processor time of five products of matrices, or of five convolutions and their
+/// gradients.
 double seconds(CpuProducts products, at::ScalarType dtype, bool of_convolutions) {
   torchamp::set_cpu_products(products);
   guard_in(dtype);
@@ -206,14 +207,13 @@ double seconds(CpuProducts products, at::ScalarType dtype, bool of_convolutions)
   const at::Tensor weight = at::ones({16, 16, 3, 3}, dtype).requires_grad_();
   double least = std::numeric_limits<double>::max();
   for (int i = 0; i < 5; ++i) {
-    const auto begin = std::chrono::steady_clock::now();
+    const std::clock_t begin = std::clock();
     if (of_convolutions) {
       at::conv2d(image, weight).sum().backward();
     } else {
       (void)at::mm(matrix, matrix);
     }
-    const std::chrono::duration<double> passed = std::chrono::steady_clock::now() - begin;
-    least = std::min(least, passed.count());
+    least = std::min(least, static_cast<double>(std::clock() - begin) / CLOCKS_PER_SEC);
   }
   return least;
 }
@@ -226,7 +226,7 @@ TEST(CpuProducts, AreTheFasterOnesByDefault) {
       const double chosen = seconds(CpuProducts::fastest, dtype, of_convolutions);
       const double libtorchs = seconds(CpuProducts::libtorch, dtype, of_convolutions);
       const double in_fp32 = seconds(CpuProducts::fp32, dtype, of_convolutions);
-      EXPECT_LT(chosen, 6 * std::min(libtorchs, in_fp32)) << dtype << ' ' << of_convolutions;
+      EXPECT_LE(chosen, 6 * std::min(libtorchs, in_fp32)) << dtype << ' ' << of_convolutions;
     }
   }
   torchamp::set_cpu_products(CpuProducts::fastest);
