@@ -150,7 +150,8 @@ class GradScaler {
   /// Errors: LBFGS, which needs a closure (step() in closure_step.h). A gradient that unscale_ or
   /// step has already divided for another optimizer in this iteration. After unscale_: the
   /// optimizer has gradients, but unscale_ found none; MasterWeights::take_gradients() has made
-  /// gradients since; a parameter that was added to the optimizer since has a gradient.
+  /// gradients since; a parameter that was added to the optimizer since has a gradient; backward()
+  /// of a scaled loss has added to the gradients since.
   StepResult step(torch::optim::Optimizer& optimizer);
 
   /// Clears the scaler's records of `optimizer` in this iteration: its gradients count as neither
