@@ -156,7 +156,7 @@ class Accumulation {
   /// ShardedMasterWeights have not sent.
   void discard();
 
-  /// Micro-batches since the last step, including dropped ones.
+  /// Micro-batches since the last step, including dropped micro-batches.
   int64_t pending() const { return window_->pending; }
 
   /// For the library's own headers: the terms in messages.
