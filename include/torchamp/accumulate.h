@@ -28,8 +28,8 @@ namespace TORCHAMP_NAMESPACE {
 
 /// Options of an Accumulation.
 struct AccumulationOptions {
-  /// True: a micro-batch is dropped and counted if its gradients hold an inf or a NaN, or if it
-  /// gives none; the step uses the mean of the other micro-batches. False: one bad micro-batch
+  /// True: a micro-batch is dropped and counted if its gradients hold an inf or a NaN, or if it has
+  /// no gradients; the step uses the mean of the other micro-batches. False: one bad micro-batch
   /// makes the scaler skip the whole step.
   bool drop_bad = false;
 };
@@ -119,8 +119,8 @@ class Accumulation {
   ~Accumulation();
 
   /// Sets a function that is called before the gradients are unscaled, once per step: call
-  /// MasterWeights::take_gradients() in it. Its gradients are the sums of all backward() calls of
-  /// the window, still scaled. With `.drop_bad` it is called after each backward(), with the
+  /// MasterWeights::take_gradients() in it. The gradients are then the sums of all backward() calls
+  /// of the window, still scaled. With `.drop_bad` it is called after each backward(), with the
   /// gradients of the micro-batch. Gradients of earlier micro-batches are already in the masters,
   /// which add them in fp32. Exception: gradients under DistributedDataParallel::no_sync() are
   /// still in the model.
@@ -156,7 +156,7 @@ class Accumulation {
   /// ShardedMasterWeights have not sent.
   void discard();
 
-  /// Micro-batches since the last step, including dropped ones.
+  /// Micro-batches since the last step, including dropped micro-batches.
   int64_t pending() const { return window_->pending; }
 
   /// For the library's own headers: the terms in messages.
@@ -217,10 +217,10 @@ class Accumulation {
   Stage stage_ = Stage::open;
   int64_t version_ = 0;        // of the scale, at the start of the window
   std::size_t gradients_ = 0;  // after the last backward()
-  detail::Snapshot snapshot_;  // theirs
-  uint64_t taken_ = 0;         // by masters until then
-  uint64_t noted_at_ = 0;      // the time of that; with drop_bad, of the first
-  bool is_clear_ = false;      // with drop_bad: the gradients were, when the last call returned
+  detail::Snapshot snapshot_;  // of these gradients
+  uint64_t taken_ = 0;         // gradients that masters had taken by then
+  uint64_t noted_at_ = 0;      // the time of that backward(); with drop_bad, of a window's first
+  bool is_clear_ = false;      // with drop_bad: no gradients when the last call returned
   bool warned_ = false, warned_of_local_ = false;
   std::function<void()> before_unscale_, before_step_;
 };

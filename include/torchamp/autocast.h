@@ -30,7 +30,7 @@ struct AutocastOptions {
   /// the outermost guard LibTorch's autocast dtype, which is fp16 on CUDA and bf16 on a CPU unless
   /// the program has changed it.
   std::optional<at::ScalarType> dtype = std::nullopt;
-  /// False: no casts in this region, whatever surrounds it.
+  /// False: no casts in this region, even inside another region.
   bool enabled = true;
   /// Whether casts of fp32 weights are cached until the outermost guard ends. Unset: inherited. All
   /// threads share LibTorch's cache, which does not distinguish dtypes. Pass false if one thread

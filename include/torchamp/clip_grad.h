@@ -159,8 +159,8 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
                        std::isfinite(*excess.const_data_ptr<float>());
     if (holds) {
       const bool may_be_infinite = max_norm == 0.;
-      // A maximum over processes may lose NaNs. The norm of scaled gradients is finite or not as
-      // the gradients are; it does not show infs that the division by the scale makes.
+      // A maximum over processes may lose NaNs. The norm of scaled gradients is finite if these
+      // gradients are, and only then. It does not show infs that the division by the scale creates.
       const bool shows_non_finite =
           norm_type > 0. && !shards && !may_be_infinite && scale.defined();
       const bool names_no_scaler = !scale.defined() && !only_measures;
@@ -169,8 +169,8 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
     }
   }
   if (!only_measures) multiply(batches, clip_coefficient(norm, max_norm));
-  // The factor was at most 1: finite gradients stay finite, so `before` still shows whether they
-  // are.
+  // The factor was at most 1: finite gradients stay finite, so `before` still shows whether all
+  // gradients are finite.
   if (before.defined()) keep_deferred(*deferred, optimizer, before);
   return norm;
 }

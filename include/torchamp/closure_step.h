@@ -200,10 +200,11 @@ class ClosureStep {
 /// `closure` only computes the loss (a call of backward() in it is an error): for each evaluation
 /// this function clears the gradients, scales the loss, runs backward, unscales and checks. If the
 /// gradients of an evaluation are not finite, the step is skipped and the parameters are restored.
-/// If the optimizer has already evaluated the loss several times, it may have changed its own
-/// state. The same holds if the closure or the optimizer throws. Synchronises once per evaluation.
-/// Like GradScaler::step, call it once per optimizer between two calls of update(); the result is
-/// the same type. With a disabled scaler it is the optimizer's own step.
+/// If the closure or the optimizer throws, the parameters are also restored. In both cases an
+/// optimizer that has already evaluated the loss several times may have changed its own state.
+/// Synchronises once per evaluation. Like GradScaler::step, call it once per optimizer between two
+/// calls of update(); the result is the same type. With a disabled scaler it is the optimizer's own
+/// step.
 inline StepResult step(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                        const torch::optim::Optimizer::LossClosure& closure) {
   return detail::ClosureStep(scaler, optimizer, closure).step();

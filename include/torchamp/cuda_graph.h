@@ -64,7 +64,7 @@ struct CudaGraphOptions {
 
 /// Runs a whole training iteration as one graph of its device, a CUDA graph: zero_grad, forward
 /// under a guard, scaled backward, unscale_, clip, a fused step and the scale's update are captured
-/// once and then replayed with new inputs. A replay costs the host one launch instead of thousands.
+/// once and then replayed with new inputs. A replay costs the host one launch instead of hundreds.
 ///
 ///     torchamp::CudaGraph iteration(optimizer, [&](const std::vector<at::Tensor>& batch) {
 ///       optimizer.zero_grad();

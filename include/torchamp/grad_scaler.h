@@ -148,9 +148,10 @@ class GradScaler {
   /// later ops use the new weights.
   ///
   /// Errors: LBFGS, which needs a closure (step() in closure_step.h). A gradient that unscale_ or
-  /// step has already divided for another optimizer in this iteration. After unscale_: gradients if
-  /// unscale_ found none, gradients that MasterWeights::take_gradients() made since, and gradients
-  /// of a parameter that was added to the optimizer since.
+  /// step has already divided for another optimizer in this iteration. After unscale_: the
+  /// optimizer has gradients, but unscale_ found none; MasterWeights::take_gradients() has made
+  /// gradients since; a parameter that was added to the optimizer since has a gradient; backward()
+  /// of a scaled loss has added to the gradients since.
   StepResult step(torch::optim::Optimizer& optimizer);
 
   /// Clears the scaler's records of `optimizer` in this iteration: its gradients count as neither
@@ -159,10 +160,10 @@ class GradScaler {
   void discard(const torch::optim::Optimizer& optimizer);
 
   /// Ends an iteration. If the gradients of any optimizer held an inf or a NaN, the scale backs
-  /// off. After growth_interval iterations without, the scale grows. An optimizer must have been
-  /// stepped or unscaled before. Throws at a limit that is set to throw. Warns once in a scaler's
-  /// life, after 100 consecutive bad iterations; if only the device has the overflow flags, the
-  /// warning comes up to 32 iterations later.
+  /// off. After growth_interval consecutive good iterations, the scale grows. Error: no optimizer
+  /// was stepped or unscaled in this iteration. Throws at a limit that is set to throw. Warns once
+  /// in a scaler's life, after 100 consecutive bad iterations; if only the device has the overflow
+  /// flags, the warning comes up to 32 iterations later.
   void update();
 
   /// Ends an iteration and sets the scale, even if a gradient held an inf or a NaN; growth_tracker

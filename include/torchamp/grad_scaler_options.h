@@ -99,10 +99,10 @@ struct GradScalerOptions {
   /// make the value non-zero if it is 1 on any process, for example by a sum or a maximum over all
   /// processes; it may write in place or assign another tensor.
   ///
-  /// The scaler calls it once per optimizer and iteration, even without gradients. Two cases have
-  /// more calls, equally many on all processes: a step with a closure calls it once per evaluation,
-  /// so all processes must evaluate the loss equally often; with `recheck`, found_inf() before
-  /// step() calls it once more.
+  /// The scaler calls it once per optimizer and iteration, even without gradients. There are two
+  /// exceptions. A step with a closure calls it once per evaluation, so all processes must evaluate
+  /// the loss equally often. With `recheck`, found_inf() before step() calls it once more, so call
+  /// found_inf() on all processes or on none.
   std::function<void(at::Tensor& found_inf)> agree_found_inf = nullptr;
 
   /// True: step() checks the gradients again, in a second pass, after unscale_, clipping and

@@ -27,17 +27,19 @@
 /// @file
 /// @brief Core. Fused optimizers that never synchronise: Adam, AdamW, SGD, Adagrad, Muon.
 ///
-/// Optimizers over ATen's fused kernels. Each can replace LibTorch's own optimizer: it takes the
-/// same options, computes the same steps (within rounding), stores its state in the same types, and
-/// reads and writes the same archives.
+/// FusedAdam, FusedAdamW, FusedSGD and FusedAdagrad run ATen's fused kernels. Each can replace
+/// LibTorch's own optimizer: it takes the same options, computes the same steps (within rounding),
+/// stores its state in the same types, and reads and writes the same archives. LibTorch has no
+/// Muon: FusedMuon computes the steps of Python's torch.optim.Muon.
 ///
 ///     torchamp::FusedAdam optimizer(model->parameters(), torch::optim::AdamOptions(1e-3));
 ///     …
 ///     scaler.step(optimizer);  // does not synchronise
 ///
-/// A step is one call per group, device and dtype, for any number of parameters. The state is on
-/// the parameters' device in their dtype. LibTorch's schedulers, groups with their own options,
-/// gradients that appear later, and closures work as with LibTorch's optimizers.
+/// A step is one call per group, device and dtype, for any number of parameters; FusedMuon needs
+/// some calls per shape of its matrices. The state is on the parameters' device in their dtype.
+/// LibTorch's schedulers, groups with their own options, gradients that appear later, and closures
+/// work as with LibTorch's optimizers.
 ///
 /// Parameters must be fp32, fp64, fp16 or bf16, dense in memory, and each in the optimizer only
 /// once. Gradients must be dense. Otherwise step() throws and changes nothing.
@@ -113,9 +115,9 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
   at::Tensor take_next_step_divisor();
 
  protected:
-  /// `defaults` apply to groups without options. A group keeps options of a type that LibTorch does
-  /// not know. If LibTorch's own options leave values out, LibTorch 2.15 takes these from
-  /// `defaults`.
+  /// `defaults` apply to groups without options. If a group has options of a type that LibTorch
+  /// does not know, they are unchanged. If LibTorch's own options leave values out, LibTorch 2.15
+  /// takes these from `defaults`.
   FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                  std::unique_ptr<torch::optim::OptimizerOptions> defaults)
       : Optimizer(detail::ParamGroups(), std::move(defaults)) {

@@ -43,9 +43,9 @@ class CapturedStep {
   /// the capture, and before each replay. From the first call on, steps read values that may change
   /// (learning rates) from the device, and each call writes these values to the device.
   ///
-  /// Returns whether the next step does the same work as the previous step since the first call (if
-  /// there was one), apart from these values, and allocates nothing that outlives the step. It
-  /// returns false after state was loaded or an option changed.
+  /// Returns true if the next step allocates nothing that outlives it, and does the same work as
+  /// the previous step, apart from these values. If no step was taken since the first call, the
+  /// work counts as the same. Returns false after state was loaded or an option changed.
   virtual bool prepare_captured_step() = 0;
 
   /// Whether prepare_captured_step() has been called: only then graphs may replay steps.

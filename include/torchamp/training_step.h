@@ -321,7 +321,7 @@ class TrainingStep {
   const AutocastOptions& autocast() const { return autocast_; }
   /// The device of the iteration.
   c10::Device device() const { return device_; }
-  /// Number of steps taken or skipped, including those before a load().
+  /// Number of steps taken or skipped, including the steps before a load().
   std::int64_t steps() const { return steps_; }
   /// Micro-batches since the last step.
   std::int64_t pending() const { return accumulation_ ? accumulation_->pending() : 0; }

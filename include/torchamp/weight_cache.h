@@ -41,9 +41,9 @@
 /// memory, unless the old cast is still in use.
 ///
 /// Each use of a cast is a separate node of the autograd graph: values and gradients are bitwise
-/// identical to those with a new cast for each use. Frozen weights and views of weights, like the
-/// `w.t()` of torch::nn::Linear, are also cached. Ops that LibTorch's own kernels would cast run
-/// through a kernel of torchamp, which costs about 0.2 µs per call for the rest of the process.
+/// identical to the results with a new cast for each use. Frozen weights and views of weights, like
+/// the `w.t()` of torch::nn::Linear, are also cached. Ops that LibTorch's own kernels would cast
+/// run through a kernel of torchamp, which costs about 0.2 µs per call for the rest of the process.
 ///
 /// Casts of destroyed weights are freed at the end of the next outermost guard, by the next step of
 /// a GradScaler or of a fused optimizer, by weight_cache_stats() and by clear_weight_cache().
