@@ -135,7 +135,7 @@ TEST(TrainingCheckpointValues, NamesTheOptimizerThatIsOfAnotherKind) {
   of_fused.add("optimizer", fused);
   EXPECT_ERROR((void)of_fused.load(), does_not_fit +
                                           "it holds the state of an SGD, and the program's "
-                                          "optimizer is an Adam or AdamW. Make");
+                                          "optimizer is an Adam or AdamW. Create");
   EXPECT_EQ(fused.state().size(), 1U);
   EXPECT_EQ(fused.param_groups()[0].options().get_lr(), 0.25);
 }

@@ -329,7 +329,8 @@ TEST(ModulePolicies, SkipContainersThatAPatternFits) {
   ListedImpl listed;
   EXPECT_EQ((ModulePolicies{{"**", relu_in_fp32()}}.apply_to(listed)), Names{"layers.0"});
   EXPECT_ERROR((ModulePolicies{{"layers", relu_in_fp32()}}.apply_to(listed)),
-               "'layers' (torch::nn::ModuleListImpl), which fits 'layers', has no forward");
+               "'layers' (torch::nn::ModuleListImpl), which fits 'layers', does not accept a "
+               "policy");
 }
 
 // Errors
@@ -369,8 +370,8 @@ TEST(ModulePolicies, RefuseAPatternThatFitsNothing) {
 TEST(ModulePolicies, RefuseAModuleWhoseForwardTheyCannotReach) {
   Net net;
   const char* text =
-      "'tail' ((anonymous namespace)::ProbeImpl), which fits 'tail', has no forward that a policy "
-      "can be put around. Declare it as torchamp::WithPolicy<...>";
+      "'tail' ((anonymous namespace)::ProbeImpl), which fits 'tail', does not accept a policy. "
+      "Declare it as torchamp::WithPolicy<...>";
   EXPECT_ERROR((ModulePolicies{{"head", relu_in_fp32()}, {"tail", relu_in_fp32()}}.apply_to(*net)),
                text);
   EXPECT_ERROR((ModulePolicies{{"", relu_in_fp32()}}.apply_to(*net)), "'' ((anonymous namespace)");

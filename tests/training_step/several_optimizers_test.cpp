@@ -279,12 +279,14 @@ TEST(SeveralOptimizers, AreNamedAsTheOptimizersOfATrainingStepInErrors) {
     Net net = make_net(at::kCPU);
     const Pointers all =
         is_fused ? six<FusedAdam>(net->parameters()) : six<torch::optim::Adam>(net->parameters());
+    const Pointers others =
+        is_fused ? six<FusedAdam>(net->parameters()) : six<torch::optim::Adam>(net->parameters());
     torchamp::GradScaler scaler({.init_scale = 64.});
     TrainingStep train(net, refs(all), {.dtype = at::kFloat, .scaler = scaler});
     const auto batch = batch_of(at::kCPU, 0);
     const auto unscales = [&] {
       scaler.scale(loss_of(net, batch)).backward();
-      scaler.unscale_(*all.front());
+      scaler.unscale_(*others.front());
       return loss_of(net, batch);
     };
     EXPECT_ERROR(train(unscales),
