@@ -47,7 +47,7 @@ torch in what this leaves: pip install --target DIR --platform PLATFORM --only-b
   endif()
   if(NOT prefix AND NOT failure AND arg_FETCH)
     _torchamp_fetch_libtorch(prefix failure "${device}")
-    set(origin "fetched from PyPI")
+    set(origin "a wheel of PyPI, in the cache")
   endif()
   if(NOT prefix AND NOT failure)
     set(failure "No LibTorch found. ${_torchamp_remedy}")

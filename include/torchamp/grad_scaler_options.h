@@ -29,8 +29,9 @@ enum class AtLimit {
 /// begins later is not reported. Certain mistakes, such as a second unscale_, are errors in every
 /// iteration.
 struct CheckOrder {
-  /// The number of iterations that are checked, from the first on. These are slower: the scaler
-  /// compares weights and gradients, without waiting for a device. 0: none.
+  /// The number of iterations that are checked, from the first on. Skipped iterations are checked
+  /// and do not count, except if only a device holds the result. Checked iterations are slower: the
+  /// scaler compares weights and gradients, without waiting for a device. 0: none.
   int64_t first_iterations = 3;
 };
 

@@ -8,6 +8,7 @@
 #include <torchamp/clip_grad.h>
 
 #include <functional>
+#include <limits>
 #include <memory>
 #include <string>
 #include <utility>
@@ -129,6 +130,19 @@ TEST_P(StepOrder, ABackwardWithoutScaleIsReportedOnceIfAnEarlierIterationHadIt) 
     scaler.update();
   }
   EXPECT_EQ(times_told(warnings.text(), without_scale), 1U) << warnings.text();
+}
+
+TEST_P(StepOrder, AClipOfScaledGradientsIsReportedAfterAnyNumberOfSkippedIterations) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  for (int i = 0; i < 6; ++i) {
+    EXPECT_THAT(warnings.text(), IsEmpty()) << i;
+    optimizer->zero_grad();
+    scaler.scale((w * (i < 5 ? infinity : 1.)).sum()).backward();
+    torchamp::clip_grad_norm_({w}, 1.);
+    EXPECT_EQ(scaler.step(*optimizer).stepped(), i == 5);
+    scaler.update();
+  }
+  EXPECT_THAT(warnings.text(), HasSubstr(clipped_scaled));
 }
 
 TEST_P(StepOrder, AScaledLossThatIsNotUsedIsReportedOnceFromTheFirstIterationOn) {

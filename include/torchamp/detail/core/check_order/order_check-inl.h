@@ -310,7 +310,11 @@ TORCHAMP_BODY auto OrderCheck::updates(const Moment& moment) -> Sentences {
   norms_.reset();
   last_handled_ = std::exchange(handled_, {});
   began_ = ClipCalls::now();
-  --iterations_left_;
+  // A skipped iteration shows little: its gradients are not finite. A high scale skips the first
+  // few.
+  const bool skipped = std::any_of(last_handled_.begin(), last_handled_.end(),
+                                   [](const Handled& one) { return one.skipped == true; });
+  if (!skipped) --iterations_left_;
   return made;
 }
 
