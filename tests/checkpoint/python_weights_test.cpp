@@ -7,7 +7,6 @@
 #include <torchamp/training_step.h>
 
 #include <fstream>
-#include <iterator>
 #include <string>
 #include <vector>
 
@@ -35,9 +34,8 @@ void write_pickle(const TensorDict& dict, const std::string& path) {
 }
 
 c10::impl::GenericDict read_pickle(const std::string& path) {
-  std::ifstream file(path, std::ios::binary);
-  const std::vector<char> bytes((std::istreambuf_iterator<char>(file)), {});
-  return torch::pickle_load(bytes).toGenericDict();
+  const std::string bytes = content_of(path);
+  return torch::pickle_load({bytes.begin(), bytes.end()}).toGenericDict();
 }
 
 torch::nn::Sequential small_net() {

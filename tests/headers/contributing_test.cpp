@@ -8,14 +8,14 @@
 #include <cctype>
 #include <cstddef>
 #include <filesystem>
-#include <fstream>
-#include <iterator>
 #include <regex>
 #include <set>
 #include <sstream>
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "support/temporary_folder.h"
 
 namespace {
 
@@ -28,13 +28,8 @@ const fs::path& project() {
   return path;
 }
 
-std::string contents_of(const fs::path& path) {
-  std::ifstream file(path);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
-
 const std::string& page() {
-  static const std::string text = contents_of(project() / ".github" / "CONTRIBUTING.md");
+  static const std::string text = content_of(project() / ".github" / "CONTRIBUTING.md");
   return text;
 }
 
@@ -79,11 +74,11 @@ const std::string& all_texts() {
         if (!entry.is_regular_file() || path.filename() == "CONTRIBUTING.md") continue;
         all += path.filename().string() + '\n';
         if (path.extension() == ".png" || path.filename() == "contributing_test.cpp") continue;
-        all += contents_of(path) + '\n';
+        all += content_of(path) + '\n';
       }
     }
-    return all + contents_of(project() / "CMakeLists.txt") +
-           contents_of(project() / "CMakePresets.json");
+    return all + content_of(project() / "CMakeLists.txt") +
+           content_of(project() / "CMakePresets.json");
   }();
   return texts;
 }
@@ -196,7 +191,7 @@ TEST(Contributing, DrawsPathsByFunctionsThatExistThere) {
         std::find_if(beginnings().begin(), beginnings().end(),
                      [&](const fs::path& one) { return fs::is_regular_file(one / at); });
     ASSERT_NE(folder, beginnings().end()) << at << " does not exist";
-    const std::string text = contents_of(*folder / at);
+    const std::string text = content_of(*folder / at);
     std::istringstream names(std::regex_replace(step.names, arguments, ""));
     for (std::string name; std::getline(names, name, ',');) {
       const std::string last = last_name(name.substr(name.find_first_not_of(' ')));

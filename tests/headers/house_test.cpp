@@ -9,7 +9,6 @@
 #include <cctype>
 #include <cstddef>
 #include <filesystem>
-#include <fstream>
 #include <iterator>
 #include <map>
 #include <regex>
@@ -19,6 +18,8 @@
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "support/temporary_folder.h"
 
 namespace {
 
@@ -90,11 +91,6 @@ fs::path root() {
   return TORCHAMP_TEST_ROOT;
 }
 
-std::string read(const fs::path& path) {
-  std::ifstream file(path);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
-
 std::size_t lines_of(const std::string& text) {
   return static_cast<std::size_t>(std::count(text.begin(), text.end(), '\n'));
 }
@@ -106,7 +102,7 @@ const std::map<std::string, std::string>& headers() {
     const fs::path include = root() / "include" / "torchamp";
     for (const auto& entry : fs::recursive_directory_iterator(include)) {
       if (entry.path().extension() != ".h") continue;
-      texts[fs::relative(entry.path(), include).generic_string()] = read(entry.path());
+      texts[fs::relative(entry.path(), include).generic_string()] = content_of(entry.path());
     }
     return texts;
   }();
@@ -378,7 +374,7 @@ TEST(House, InternalsAreNamedByTestsOfInternalsOnly) {
         path == "headers/house_test.cpp") {
       continue;
     }
-    const std::string text = read(entry.path());
+    const std::string text = content_of(entry.path());
     if (names_internals(text) || text.find("torchamp/detail/") != text.npos) naming.insert(path);
   }
   EXPECT_THAT(naming, testing::IsEmpty());

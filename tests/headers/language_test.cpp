@@ -10,12 +10,13 @@
 #include <cstddef>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <sstream>
 #include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
+
+#include "support/temporary_folder.h"
 
 namespace {
 
@@ -321,18 +322,13 @@ class Reader {
   std::vector<std::string> findings_;
 };
 
-std::string whole_text(const files::path& path) {
-  std::ifstream file(path);
-  return {std::istreambuf_iterator<char>(file), std::istreambuf_iterator<char>()};
-}
-
 /// Calls `use` with each file of this ending below a folder of the repository, by its path.
 template <class Use>
 void for_each_file(const char* folder, const char* extension, const Use& use) {
   const files::path repository = TORCHAMP_TEST_ROOT;
   for (const auto& entry : files::recursive_directory_iterator(repository / folder)) {
     if (entry.path().extension() != extension) continue;
-    use(files::relative(entry.path(), repository).generic_string(), whole_text(entry.path()));
+    use(files::relative(entry.path(), repository).generic_string(), content_of(entry.path()));
   }
 }
 
@@ -347,7 +343,7 @@ TEST(Language, NoTextHasWordsToAvoidOrLongSentences) {
     reader.check_words(file, document.blocks());
     reader.check_lengths(file, document.blocks());
   };
-  check_document("README.md", whole_text(repository / "README.md"));
+  check_document("README.md", content_of(repository / "README.md"));
   for (const char* folder : {"examples", "tests", ".github"}) {
     for_each_file(folder, ".md", check_document);
   }

@@ -8,7 +8,6 @@
 #include <cctype>
 #include <filesystem>
 #include <fstream>
-#include <iterator>
 #include <map>
 #include <regex>
 #include <set>
@@ -16,6 +15,8 @@
 #include <string>
 #include <string_view>
 #include <vector>
+
+#include "support/temporary_folder.h"
 
 namespace {
 
@@ -183,11 +184,6 @@ TEST(Systems, HeadersHoldNothingThatOneSystemOrCompilerLacks) {
   EXPECT_GT(count, 100U);
 }
 
-std::string text_of(const fs::path& path) {
-  std::ifstream file(path);
-  return {std::istreambuf_iterator<char>(file), {}};
-}
-
 /// What `pattern`'s first group is, wherever it matches.
 std::vector<std::string> found_in(const std::string& text, const std::string& pattern) {
   const std::regex regex(pattern);
@@ -201,7 +197,7 @@ std::vector<std::string> found_in(const std::string& text, const std::string& pa
 /// The files of a test program, below tests/, as tests/CMakeLists.txt names them.
 std::vector<std::string> files_of_test(const fs::path& tests, const std::string& name) {
   std::vector<std::string> files;
-  for (const std::string& call : found_in(text_of(tests / "CMakeLists.txt"),
+  for (const std::string& call : found_in(content_of(tests / "CMakeLists.txt"),
                                           "torchamp_add_tests\\(\\s*(" + name + "\\s[^)]*)\\)")) {
     std::istringstream words(call);
     std::string list;
@@ -218,7 +214,7 @@ std::vector<std::string> files_of_test(const fs::path& tests, const std::string&
 
 TEST(Systems, TestsThatWindowsRunsAskNothingOfLinuxWithoutAGuard) {
   const fs::path root(TORCHAMP_TEST_ROOT), tests = root / "tests";
-  const std::string workflow = text_of(root / ".github/workflows/ci.yml");
+  const std::string workflow = content_of(root / ".github/workflows/ci.yml");
   const auto names = found_in(workflow.substr(workflow.find("windows-x86-64:")), "(\\w+)_test\\b");
   EXPECT_GE(names.size(), 5U);
   std::vector<std::string> files;
