@@ -127,13 +127,13 @@ inline void Accumulation::note_replayed_backward() {
 
 inline std::function<void()> Accumulation::bookmark() {
   return [this, window = *window_, stage = stage_, gradients = gradients_,
-          has_scale = version_ == version_of_scale(), is_unchanged = is_unchanged()] {
+          has_scale = version_ == version_of_scale(), was_unchanged = is_unchanged()] {
     *window_ = window;
     stage_ = stage;
     gradients_ = gradients;
     // LibTorch has counted writes to the scale and the gradients that the device has not executed.
     if (has_scale) version_ = version_of_scale();
-    if (is_unchanged) note_gradients();
+    if (was_unchanged) note_gradients();
   };
 }
 
