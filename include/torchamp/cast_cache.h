@@ -8,7 +8,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/ArrayRef.h>
 
-#include <concepts>
 #include <cstdint>
 
 #include "torchamp/detail/core/runtime/runtime.h"
@@ -17,19 +16,6 @@
 namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
-/// A WeightCache that needs torchamp/weight_cache.h.
-struct LongWeightCache {
-  WeightKeep::Until until;
-};
-
-/// torchamp/weight_cache.h specialises this: see .github/CONTRIBUTING.md, An extra.
-template <class LongCache>
-struct LongWeightCacheExtra {
-  static_assert(
-      sizeof(LongCache) == 0,
-      "torchamp: include torchamp/weight_cache.h, which has WeightCache::window and kept.");
-};
-
 /// The number of NoCastCaches (torchamp/autocast_state.h) that live on the calling thread.
 inline thread_local int no_cast_caches = 0;
 
@@ -71,8 +57,8 @@ class EmptyCastCache {
 /// `none` and `libtorch` are torch.autocast's `cache_enabled`. LibTorch's cache identifies a weight
 /// by its tensor object alone, and holds one cast of the weight, in one autograd graph.
 /// `region`, `window` and `kept` are torchamp's own cache, which casts a weight again after the
-/// weight has changed: see torchamp/weight_cache.h. `window` and `kept` need that header. Without
-/// it `region` is the same as `libtorch`.
+/// weight has changed: see torchamp/weight_cache.h. If no source file includes that header, a guard
+/// with `window` or `kept` throws, and `region` is the same as `libtorch`.
 ///
 /// After writes that LibTorch does not count, call weights_changed().
 class WeightCache {
@@ -85,15 +71,9 @@ class WeightCache {
   static const WeightCache region;
   /// torchamp's cache, until a step of a GradScaler or of a fused optimizer: for the micro-batches
   /// of an accumulation.
-  static constexpr detail::LongWeightCache window{detail::WeightKeep::Until::weights_step};
+  static const WeightCache window;
   /// torchamp's cache, until the weight is destroyed, or clear_weight_cache().
-  static constexpr detail::LongWeightCache kept{detail::WeightKeep::Until::dropped};
-
-  /// `window` or `kept`.
-  template <std::same_as<detail::LongWeightCache> LongCache>
-  constexpr WeightCache(LongCache cache)
-      : WeightCache(detail::LongWeightCacheExtra<LongCache>::until(cache),
-                    &detail::registered_weight_casts) {}
+  static const WeightCache kept;
 
   /// Equal if they cache casts for the same time, in the same cache.
   bool operator==(const WeightCache&) const = default;
@@ -116,6 +96,10 @@ inline constexpr WeightCache WeightCache::none{detail::WeightKeep::Until::made, 
 inline constexpr WeightCache WeightCache::libtorch{detail::WeightKeep::Until::region_ends, nullptr};
 inline constexpr WeightCache WeightCache::region{detail::WeightKeep::Until::region_ends,
                                                  &detail::registered_weight_casts};
+inline constexpr WeightCache WeightCache::window{detail::WeightKeep::Until::weights_step,
+                                                 &detail::registered_weight_casts};
+inline constexpr WeightCache WeightCache::kept{detail::WeightKeep::Until::dropped,
+                                               &detail::registered_weight_casts};
 
 /// Drops all cached casts of weights, in LibTorch's cache and in torchamp's own. Call it if you
 /// write to a weight inside a region through a pointer, by set_data() or by a custom op: otherwise

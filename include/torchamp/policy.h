@@ -7,8 +7,6 @@
 #include <c10/core/Device.h>
 #include <c10/core/DeviceType.h>
 
-#include <concepts>
-#include <iosfwd>
 #include <memory>
 #include <optional>
 #include <string>
@@ -24,7 +22,8 @@ class PolicyData;
 
 namespace TORCHAMP_NAMESPACE {
 
-/// The table that decides which ops run in which dtype inside an AutocastGuard.
+/// The table that decides which ops run in which dtype inside an AutocastGuard. To print it,
+/// include torchamp/policy_text.h.
 ///
 /// A value: a copy costs a reference count, and an edit first copies shared contents. Later edits
 /// do not change the policy of an existing guard. Threads may use copies concurrently.
@@ -114,22 +113,6 @@ class Policy {
 
   std::shared_ptr<const detail::PolicyData> data_;
 };
-
-namespace detail {
-/// torchamp/policy_text.h specialises this: see .github/CONTRIBUTING.md, An extra.
-template <class AnyPolicy>
-struct PolicyPrinter {
-  static_assert(sizeof(AnyPolicy) == 0,
-                "torchamp: include torchamp/policy_text.h to print policies.");
-};
-}  // namespace detail
-
-/// Prints the table: the edits, then for each rule its ops on a CPU and on CUDA, with the effect of
-/// LibTorch's own kernels (see Policy::effect). Needs torchamp/policy_text.h.
-template <std::same_as<Policy> AnyPolicy>
-std::ostream& operator<<(std::ostream& out, const AnyPolicy& policy) {
-  return detail::PolicyPrinter<AnyPolicy>::print(out, policy);
-}
 
 }  // namespace TORCHAMP_NAMESPACE
 

@@ -18,14 +18,6 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-template <>
-struct PolicyPrinter<Policy> {
-  static std::ostream& print(std::ostream& out, const Policy& policy) {
-    print_policy(out, *policy.data());
-    return out;
-  }
-};
-
 /// Allows TORCHAMP_POLICY to name a file.
 inline bool let_environment_name_files() {
   policy_file_reader = &read_environment_policy;
@@ -36,6 +28,13 @@ inline const bool environment_names_files = let_environment_name_files();
 #endif
 
 }  // namespace detail
+
+/// Prints the table: the edits, then for each rule its ops on a CPU and on CUDA, with the effect of
+/// LibTorch's own kernels (see Policy::effect).
+inline std::ostream& operator<<(std::ostream& out, const Policy& policy) {
+  detail::print_policy(out, *policy.data());
+  return out;
+}
 
 /// The policy as text that parse_policy() reads: its base table and its edits, one per line.
 ///

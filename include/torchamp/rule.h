@@ -9,12 +9,15 @@
 #include <c10/core/ScalarType.h>
 #include <c10/util/ArrayRef.h>
 
+#include <concepts>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <memory>
 #include <optional>
 #include <ostream>
 #include <string_view>
+#include <utility>
 
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/version.h"
@@ -42,7 +45,6 @@ struct CastRow {
   std::string_view name;       // in texts and reports
   std::string_view effect;     // in a printed policy
   bool casts = false;          // only ops whose arguments can be cast may have it
-  bool may_narrow = false;     // may cast to 16 bits, so it uses the cache of weights
   bool follows_input = false;  // results have the dtype that the arguments have
 };
 
@@ -51,8 +53,7 @@ inline constexpr CastRow cast_rows[] = {
     {.cast = Cast::lower_precision,
      .name = "lower_precision"sv,
      .effect = "arguments are cast to the region's dtype"sv,
-     .casts = true,
-     .may_narrow = true},
+     .casts = true},
     {.cast = Cast::fp32,
      .name = "fp32"sv,
      .effect = "arguments are cast to fp32; ops with a dtype argument compute in fp32"sv,
@@ -61,13 +62,11 @@ inline constexpr CastRow cast_rows[] = {
      .name = "promote"sv,
      .effect = "arguments are cast to the widest dtype among them"sv,
      .casts = true,
-     .may_narrow = true,  // an op in place casts what it reads to the dtype of what it writes
      .follows_input = true},
     {.cast = Cast::fp8,
      .name = "fp8"sv,
      .effect = "operands are quantised to 8 bits: see torchamp/labs/fp8.h"sv,
-     .casts = true,
-     .may_narrow = true},  // calls that fp8 does not support
+     .casts = true},
     {.cast = Cast::unchanged,
      .name = "unchanged"sv,
      .effect = "arguments are not cast"sv,
@@ -124,7 +123,31 @@ class OpCall {
   c10::ArrayRef<c10::IValue> stack_;
 };
 
-/// The conditions of a rule; none by default.
+/// A function of an op's call, for `When::predicate`. Copies share the function and are equal.
+class Predicate {
+ public:
+  /// No function.
+  Predicate(std::nullptr_t = nullptr) {}  // NOLINT(google-explicit-constructor)
+  /// A function, function object or lambda that takes a `const OpCall&` and returns a bool.
+  template <std::predicate<const OpCall&> Function>
+  requires(!std::same_as<Function, Predicate>)
+      Predicate(Function function)  // NOLINT(google-explicit-constructor)
+      : function_(std::make_shared<const std::function<bool(const OpCall&)>>(std::move(function))) {
+    if (*function_ == nullptr) function_ = nullptr;
+  }
+
+  /// Whether there is a function.
+  explicit operator bool() const { return function_ != nullptr; }
+  /// Calls the function, which must exist.
+  bool operator()(const OpCall& call) const { return (*function_)(call); }
+  /// Whether both are copies of one predicate, or both have no function.
+  bool operator==(const Predicate& other) const = default;
+
+ private:
+  std::shared_ptr<const std::function<bool(const OpCall&)>> function_;
+};
+
+/// The conditions of a rule; none by default. A condition is data or the predicate.
 struct When {
   /// Only in regions of this dtype.
   std::optional<at::ScalarType> dtype = std::nullopt;
@@ -132,13 +155,17 @@ struct When {
   /// the calling thread (possibly on several threads at once), with autocast off. It may call ops,
   /// including the op itself; profilers and a CastRecorder do not record these. If it synchronises,
   /// so does the step.
-  std::function<bool(const OpCall&)> predicate = nullptr;
+  Predicate predicate = nullptr;
 
+  /// Whether all conditions are equal.
+  bool operator==(const When& other) const = default;
   /// Whether the rule holds for every call.
-  bool always() const { return !dtype && !predicate; }
+  bool always() const { return *this == When(); }
+  /// Whether the rule can hold for a call in a region of this dtype.
+  bool may_hold_in(at::ScalarType region_dtype) const { return !dtype || *dtype == region_dtype; }
   /// Whether the rule holds for this call in a region of this dtype.
   bool holds(at::ScalarType region_dtype, const OpCall& call) const {
-    return (!dtype || *dtype == region_dtype) && (!predicate || predicate(call));
+    return may_hold_in(region_dtype) && (!predicate || predicate(call));
   }
 };
 

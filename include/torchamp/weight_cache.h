@@ -64,7 +64,9 @@ inline void register_kernels_of_natively_lowered(at::DeviceType device) {
     if (!facts_of(device).follows_cuda_lists) {
       for (const std::string_view name : cpu_lower_precision_ops) install(name);
     } else {
-      for (const ListedRule& rule : libtorch_cuda_lists) install(rule.op());
+      for (const Row& row : cuda_rows) {
+        for (const std::string_view name : row.family) install(op_in(name));
+      }
       for (const std::string_view name : cuda_lower_precision_ops) install(name);
     }
   });
@@ -114,11 +116,6 @@ class StoredWeightCasts final : public WeightCasts {
   }
 
   bool uses_libtorch_cache() const override { return false; }
-};
-
-template <>
-struct LongWeightCacheExtra<LongWeightCache> {
-  static constexpr WeightKeep::Until until(LongWeightCache cache) { return cache.until; }
 };
 
 inline const bool weight_casts_are_registered = [] {

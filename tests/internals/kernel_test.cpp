@@ -36,9 +36,7 @@ c10::OperatorHandle op_named(const char* name) {
 
 /// What torchamp's kernel of the op does under the policy; native if it needs none.
 Cast entry(const Policy& policy, const char* name, at::DeviceType device) {
-  return torchamp::detail::kernel_rule(*policy.data(), torchamp::detail::TabledOp(op_named(name)),
-                                       device)
-      .cast;
+  return torchamp::detail::compiled_rule(*policy.data(), op_named(name), device).rule.cast;
 }
 
 std::size_t kernels_on_cpu() {

@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
+#include "support/expect_error.h"
 #include "torchamp/autocast.h"
 #include "torchamp/cast_cache.h"
 #include "torchamp/detail/core/runtime/runtime.h"
@@ -29,6 +30,14 @@ TEST(WeightCache, RegionIsLibtorchsWithoutTheHeaderOfTorchampsOwn) {
   EXPECT_TRUE(share_a_cast(WeightCache::libtorch));
   EXPECT_TRUE(share_a_cast(WeightCache::region));
   EXPECT_FALSE(share_a_cast(WeightCache::none));
+}
+
+TEST(WeightCache, AGuardWithALongOneThrowsWithoutTheHeader) {
+  for (const WeightCache cache : {WeightCache::window, WeightCache::kept}) {
+    EXPECT_ERROR((void)AutocastGuard(at::kCPU, {.cache = cache}),
+                 "need torchamp/weight_cache.h. Include it in some source file.");
+  }
+  EXPECT_FALSE(at::autocast::is_autocast_enabled(at::kCPU));
 }
 
 TEST(WeightCache, NothingElseIsKeptOrTold) {

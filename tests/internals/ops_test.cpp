@@ -92,26 +92,20 @@ TEST(Ops, EveryNameOfTheStandardTableHasOneRow) {
       EXPECT_TRUE(names.insert(name).second) << name;
       const std::string op(name.substr(0, name.find('.')));
       const std::string overload(name == op ? "any" : name.substr(op.size() + 1));
-      const auto* const entry = torchamp::detail::standard_entry({"aten::" + op, overload});
-      ASSERT_NE(entry, nullptr) << name;
-      EXPECT_EQ(entry->rule.cast, row.rule.cast) << name;
-      EXPECT_EQ(entry->rule.where, row.rule.where) << name;
-      EXPECT_EQ(entry->on_cpu.cast, row.on_cpu.cast) << name;
-      EXPECT_EQ(entry->on_cpu.where, row.on_cpu.where) << name;
-      EXPECT_EQ(torchamp::detail::standard_entry({"mylib::" + op, overload}), nullptr) << name;
+      EXPECT_EQ(torchamp::detail::standard_row({"aten::" + op, overload}), &row) << name;
+      EXPECT_EQ(torchamp::detail::standard_row({"mylib::" + op, overload}), nullptr) << name;
     }
   }
 }
 
 TEST(Ops, TheStandardTableAsksLibTorchsListsAfterItsRows) {
-  using torchamp::detail::standard_entry;
-  EXPECT_EQ(standard_entry({"aten::sum", ""})->rule.where, torchamp::detail::Where::always);
-  EXPECT_EQ(standard_entry({"aten::mm", ""})->rule.cast, Cast::lower_precision);
-  EXPECT_EQ(standard_entry({"aten::mm", ""})->rule.where,
-            torchamp::detail::Where::no_native_kernel);
-  EXPECT_EQ(standard_entry({"aten::mm", "out"})->rule.cast, Cast::promote);
-  EXPECT_EQ(standard_entry({"aten::mm", "other"}), nullptr);
-  EXPECT_EQ(standard_entry({"aten::relu", ""}), nullptr);
+  using torchamp::detail::standard_row;
+  EXPECT_EQ(standard_row({"aten::sum", ""})->rule.where, torchamp::detail::Where::always);
+  EXPECT_EQ(standard_row({"aten::mm", ""})->rule.cast, Cast::lower_precision);
+  EXPECT_EQ(standard_row({"aten::mm", ""})->rule.where, torchamp::detail::Where::no_native_kernel);
+  EXPECT_EQ(standard_row({"aten::mm", "out"})->rule.cast, Cast::promote);
+  EXPECT_EQ(standard_row({"aten::mm", "other"}), nullptr);
+  EXPECT_EQ(standard_row({"aten::relu", ""}), nullptr);
 }
 
 TEST(Ops, EveryNameCanBeCast) {
@@ -170,9 +164,11 @@ TEST(Ops, AlmostEveryOpOnLibTorchsListsIsInAFamily) {
   for (const OpFamily& family : ops::families) {
     for (const std::string_view op : family) in_families.insert(std::string(op));
   }
-  for (const auto& rule : torchamp::detail::libtorch_cuda_lists) {
-    const std::string base(rule.op());
-    if (!in_families.contains(base)) left_over.insert(base);
+  for (const auto& row : torchamp::detail::cuda_rows) {
+    for (const std::string_view name : row.family) {
+      const std::string base(torchamp::detail::op_in(name));
+      if (!in_families.contains(base)) left_over.insert(base);
+    }
   }
   EXPECT_THAT(left_over, ::testing::UnorderedElementsAre(
                              "prelu",  // a pointwise op in the lower precision, alone in that

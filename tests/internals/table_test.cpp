@@ -268,11 +268,14 @@ class TableIsComplete : public ::testing::Test {
 };
 
 TEST_F(TableIsComplete, ForLibTorchsCudaLists) {
-  for (const auto& rule : torchamp::detail::libtorch_cuda_lists) {
-    const std::string overload = rule.overload().empty() ? "" : '.' + std::string(rule.overload());
-    const std::string op = std::string(rule.op()) + overload;
-    EXPECT_TRUE(find_op(op)) << "the lists' macros are misread: " << op;
-    expect_case("aten::" + op);
+  for (const auto& row : torchamp::detail::cuda_rows) {
+    for (const std::string_view name : row.family) {
+      const std::string overload(torchamp::detail::overload_in(name).value());
+      const std::string op =
+          std::string(torchamp::detail::op_in(name)) + (overload.empty() ? "" : '.' + overload);
+      EXPECT_TRUE(find_op(op)) << "the lists' macros are misread: " << op;
+      expect_case("aten::" + op);
+    }
   }
 }
 

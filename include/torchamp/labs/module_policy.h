@@ -184,8 +184,7 @@ inline void ModulePolicies::hand_down(const detail::ForwardSites& sites, std::si
       hand_down(sites, to, chosen);
       continue;
     }
-    TORCH_CHECK(of_entry.from == nullptr ||
-                    detail::is_same(*of_entry.rule->policy, *chosen[from].rule->policy),
+    TORCH_CHECK(of_entry.from == nullptr || *of_entry.rule->policy == *chosen[from].rule->policy,
                 "ModulePolicies::apply_to: the Sequentials '", *of_entry.from, "', which fits '",
                 of_entry.rule->pattern, "', and '", site.name, "', which fits '",
                 chosen[from].rule->pattern, "', both call the module '", sites[to].name,
@@ -243,7 +242,7 @@ inline std::vector<ModulePolicies::Chosen> ModulePolicies::choose(
                 rule->pattern, "' and '", other->pattern,
                 "'. Set a policy for its name, or narrow one of the patterns.");
     const Chosen& before = chosen[index];
-    TORCH_CHECK(before.rule == nullptr || detail::is_same(*before.rule->policy, *rule->policy),
+    TORCH_CHECK(before.rule == nullptr || *before.rule->policy == *rule->policy,
                 "ModulePolicies::apply_to: one module is registered as '", *before.as,
                 "', which fits '", before.rule->pattern, "', and as '", name, "', which fits '",
                 rule->pattern, "'. Set a policy for one of its names only.");

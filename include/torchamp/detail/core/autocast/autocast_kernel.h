@@ -134,14 +134,24 @@ class AutocastKernel final : public c10::OperatorKernel {
     if (is_script_cast_) return keep_self(*stack);
     // Evaluated once per call: conditions of a rule run the program's code.
     const PolicyData& policy = *of_thread->in_force[device_index_];
-    const CallRule rule = policy.rule(device_index_, index_, device_, op, *stack);
+    const CompiledRule compiled = policy.rule(device_index_, index_);
+    Rule rule = compiled.rule;
+    if (compiled.depends_on_call()) {
+      rule = policy.decide(compiled, device_, OpCall(op.schema(), *stack));
+    }
     // An OpRule takes the arguments unchanged. If it cannot run the call, the arguments are cast.
     OpRuleUsage* const usage = of_thread->op_rule_usage.get();
     if (run_by_op_rule(policy, rule, usage, op, *stack)) return;
     const Facts* const facts = facts_of_op(op);
-    const CallCast how = cast_of_call(*of_thread, rule, facts);
-    if (how.cast == Cast::native) return call_native(op, keys, stack);
-    call_cast(how, facts, op, keys, stack);
+    const WeightCasts* const weight_casts = of_thread->weight_casts;
+    // If a region has its own casts of weights, arguments that LibTorch's kernel would cast to 16
+    // bits are cast here, to the same values. Not if PolicyData::decide() has chosen LibTorch's
+    // kernel, because it has reported this choice to profilers.
+    if (rule.cast == Cast::native && weight_casts != nullptr && !compiled.depends_on_call()) {
+      if (facts != nullptr && facts->is_natively_lowered) rule = {Cast::lower_precision};
+    }
+    if (rule.cast == Cast::native) return call_native(op, keys, stack);
+    call_cast(rule, weight_casts, facts, op, keys, stack);
   }
 
  private:
@@ -195,7 +205,7 @@ class AutocastKernel final : public c10::OperatorKernel {
 
   /// Runs the call by the OpRule of the call's rule, if there is one and it can. Records calls that
   /// the policy's OpRule does not reach.
-  bool run_by_op_rule(const PolicyData& policy, const CallRule& rule, OpRuleUsage* usage,
+  bool run_by_op_rule(const PolicyData& policy, const Rule& rule, OpRuleUsage* usage,
                       const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
     if (rule.op_rule != nullptr) {
       const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
@@ -205,39 +215,19 @@ class AutocastKernel final : public c10::OperatorKernel {
     return false;
   }
 
-  /// How a call's arguments are cast.
-  struct CallCast {
-    Cast cast;  // native: nothing here, LibTorch's kernel decides
-    Where where;
-    const WeightCasts* weight_casts;  // who casts weights to 16 bits, if not LibTorch
-  };
-
-  /// As the rule says. Exception: if a region has its own casts of weights, arguments that
-  /// LibTorch's kernel would cast to 16 bits are cast here, to the same values, so that these casts
-  /// of weights are used. This does not apply if a condition of the policy has chosen LibTorch's
-  /// kernel, because PolicyData::decide has reported that choice to profilers.
-  static CallCast cast_of_call(const ThreadPolicy& of_thread, const CallRule& rule,
-                               const Facts* facts) {
-    const WeightCasts* const weight_casts = of_thread.weight_casts;
-    if (weight_casts != nullptr && rule.cast == Cast::native) {
-      const bool lowers = !rule.decided_by_call && facts != nullptr && facts->is_natively_lowered;
-      if (lowers) return {Cast::lower_precision, Where::always, weight_casts};
-    }
-    const bool may_narrow = weight_casts != nullptr && row_of(rule.cast)->may_narrow;
-    return {rule.cast, rule.where, may_narrow ? weight_casts : nullptr};
-  }
-
   /// Calls the op with cast arguments, and with autocast off.
-  void call_cast(const CallCast& how, const Facts* facts, const c10::OperatorHandle& op,
-                 c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+  void call_cast(const Rule& rule, const WeightCasts* weight_casts, const Facts* facts,
+                 const c10::OperatorHandle& op, c10::DispatchKeySet keys,
+                 torch::jit::Stack* stack) const {
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(key_);
     WrittenCopies written;
     std::optional<NoWarning> no_warning;
     std::optional<at::ScalarType> result_dtype;
-    if (how.cast != Cast::unchanged || how.where == Where::backward_sums) {
-      written = cast_arguments(how, facts, op, *stack);  // throws if they do not fit this op
+    if (rule.cast != Cast::unchanged || rule.where == Where::backward_sums) {
+      // Throws if the arguments do not fit this op.
+      written = cast_arguments(rule, weight_casts, facts, op, *stack);
       if (facts->is_recurrent_layer) no_warning.emplace(scattered_weights);
-      if (how.where == Where::backward_sums) {
+      if (rule.where == Where::backward_sums) {
         result_dtype = facts->cast_arguments.widen_for_backward(device_, *stack);
       }
     }
@@ -255,21 +245,21 @@ class AutocastKernel final : public c10::OperatorKernel {
     }
   }
 
-  WrittenCopies cast_arguments(const CallCast& how, const Facts* facts,
-                               const c10::OperatorHandle& op, torch::jit::Stack& stack) const {
+  WrittenCopies cast_arguments(const Rule& rule, const WeightCasts* weight_casts,
+                               const Facts* facts, const c10::OperatorHandle& op,
+                               torch::jit::Stack& stack) const {
     const std::size_t count = op.schema().arguments().size();
     TORCHAMP_CHECK(facts != nullptr && count == argument_count_, "torchamp: '",
                    full_name(op.operator_name()),
                    "' was registered again with other arguments, but policies keep its first "
                    "schema. Give the new op another name.");
-    if (facts->takes_probabilities && how.cast == Cast::fp32) {
+    if (facts->takes_probabilities && rule.cast == Cast::fp32) {
       warn_of_16_bit_probabilities(op, stack);
     }
     const CastArguments& cast = facts->cast_arguments;
-    if (how.where == Where::call_is_refused && !cast.is_refused(stack)) return {};
-    const bool only_writes = how.where == Where::call_sums && !cast.sums(stack);
-    return cast(only_writes ? Cast::promote : how.cast, device_, how.weight_casts, op.schema(),
-                stack);
+    if (rule.where == Where::call_is_refused && !cast.is_refused(stack)) return {};
+    const bool only_writes = rule.where == Where::call_sums && !cast.sums(stack);
+    return cast(only_writes ? Cast::promote : rule.cast, device_, weight_casts, op.schema(), stack);
   }
 
   std::optional<NativeKernel> native_;  // LibTorch's kernel, which this one replaces
@@ -286,8 +276,8 @@ class AutocastKernel final : public c10::OperatorKernel {
 };
 
 /// Makes sure that torchamp's kernel of the op for the device is registered, and returns its index
-/// in the KernelRules. All libraries of the process share the map of kernels, and each registers
-/// under its lock. So an op has only one kernel of torchamp.
+/// in the rules of a policy. All libraries of the process share the map of kernels, and each
+/// registers under its lock. So an op has only one kernel of torchamp.
 inline std::size_t register_kernel(const c10::OperatorHandle& op, at::DeviceType device) {
   SharedRuntime& runtime = shared_runtime();
   auto& kernels = runtime.kernels[device_index(device, "register_kernel")];
@@ -328,11 +318,11 @@ inline void PolicyData::compile(std::size_t device_index) const {
       (void)register_kernel(op, device);
     }
   }
-  KernelRules rules_of_device;
-  for_each_candidate(*this, [&](const TabledOp& tabled) {
-    const KernelRule rule = kernel_rule(*this, tabled, device);
+  std::vector<CompiledRule> rules_of_device;
+  for_each_candidate(*this, [&](const c10::OperatorHandle& op) {
+    const CompiledRule rule = compiled_rule(*this, op, device);
     if (rule.leaves_all_to_libtorch()) return;
-    const std::size_t index = register_kernel(tabled.op, device);
+    const std::size_t index = register_kernel(op, device);
     if (index >= rules_of_device.size()) rules_of_device.resize(index + 1);
     rules_of_device[index] = rule;
   });

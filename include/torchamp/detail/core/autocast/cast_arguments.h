@@ -57,18 +57,18 @@ class CastArguments {
         });
     for (std::size_t i = 0; i < count_; ++i) {
       const c10::Argument& argument = arguments[i];
-      const std::string& name = argument.name();
       if (is_dtype(argument, /*optional=*/true)) dtype_position_ = i;
       if (argument.alias_info() != nullptr && argument.alias_info()->isWrite() &&
           argument.type()->kind() == c10::TypeKind::TensorType) {
         written_position_ = i;
       }
-      if (name == "weight" && schema.name() == "aten::instance_norm") unit_weight_position_ = i;
-      if (name == "training" || name == "use_input_stats") training_position_ = i;
-      if (name == "accumulate" || name == "reduce") sum_position_ = i;
-      if (name == "sparse") sparse_position_ = i;
-      // Flash attention takes slopes in fp32 only.
-      if (!holds_tensors(*argument.type()) || name == "alibi_slopes") continue;
+      const ArgumentRole role = role_of(argument, schema);
+      if (role == ArgumentRole::optional_weight) unit_weight_position_ = i;
+      if (role == ArgumentRole::is_training) training_position_ = i;
+      if (role == ArgumentRole::chooses_sum) sum_position_ = i;
+      if (role == ArgumentRole::makes_sparse) sparse_position_ = i;
+      if (!holds_tensors(*argument.type()) || role == ArgumentRole::in_fp32_only) continue;
+      const std::string& name = argument.name();
       const bool is_beside = has_statistics && (name == "weight" || name == "bias");
       auto& others = is_beside ? beside_statistics_ : positions_;
       (is_running_statistic(argument) ? statistics_ : others).push_back(i);

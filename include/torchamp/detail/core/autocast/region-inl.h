@@ -73,6 +73,10 @@ inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
                                   "WeightCache::none. Leave cache_enabled unset."
                                 : "AutocastGuard: cache_enabled = false contradicts cache, which "
                                   "keeps casts. Leave cache_enabled unset.");
+  const bool is_long = *cache == WeightCache::window || *cache == WeightCache::kept;
+  TORCHAMP_CHECK(!is_long || cache->casts() != nullptr,
+                 "AutocastGuard: WeightCache::window and WeightCache::kept need "
+                 "torchamp/weight_cache.h. Include it in some source file.");
   return cache;
 }
 

@@ -7,6 +7,7 @@
 #include <ATen/core/operator_name.h>
 #include <c10/core/DeviceType.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <optional>
 #include <string_view>
@@ -205,23 +206,31 @@ enum class Where : std::uint8_t {
   backward_sums,     ///< always, and the backward pass in fp32: see Note [Sums in 16 bits]
 };
 
-/// The rule of a table for an op.
-struct TableRule {
+class OpRule;
+
+/// What an autocast kernel does with a call: a cast, and the calls for which it holds.
+/// Cast::native: LibTorch's own autocast kernel decides, or nothing is to be done.
+struct Rule {
   Cast cast = Cast::native;
   Where where = Where::always;
+  const OpRule* op_rule = nullptr;  // not null for Cast::fp8
+
+  bool operator==(const Rule& other) const = default;
 };
 
-/// A row of Policy::standard() in addition to LibTorch's lists. If two rows, or a row and a list,
-/// name an op, the first row decides. A row only for devices that follow CUDA's lists sets `on_cpu`
-/// to {}, for LibTorch's own behaviour. A row only for the other devices has the rule
-/// {Cast::unchanged}, because for_each_candidate() skips ops whose `rule` is native.
-struct StandardRow {
+/// A row of a table. If two rows name an op, the first row decides. A row only for devices that
+/// follow CUDA's lists sets `on_cpu` to {}, for LibTorch's own behaviour. A row only for the other
+/// devices has the rule {Cast::unchanged}, because for_each_candidate() skips ops whose `rule` is
+/// native.
+struct Row {
   OpFamily family;
-  TableRule rule;
-  TableRule on_cpu = rule;  // and on other devices that do not follow CUDA's lists
-  bool may_alias = false;   // for ops that write to an argument, or return a view of one
+  Rule rule;
+  Rule on_cpu = rule;      // and on other devices that do not follow CUDA's lists
+  bool may_alias = false;  // for ops that write to an argument, or return a view of one
 };
-inline constexpr StandardRow standard_rows[] = {
+
+/// The rows of Policy::standard() that come before LibTorch's lists.
+inline constexpr Row standard_rows[] = {
     {ops::addition, {Cast::fp32}},
     {ops::reduction, {Cast::fp32}},
     {ops::order_statistic, {Cast::unchanged}},
@@ -246,40 +255,43 @@ inline constexpr StandardRow standard_rows[] = {
     {noisy, {Cast::unchanged}, /*on_cpu=*/{Cast::fp32, Where::call_is_refused}},
 };
 
-/// A rule on LibTorch's lists, for the op of an entry: "pow, Tensor_Scalar".
-struct ListedRule {
-  const char* entry;
-  Cast cast;
-  std::uint8_t op_size = 0;
+// LibTorch's own CUDA lists, from its macros, so that a newer LibTorch's are followed. The comma
+// ends a name: "mm," is the overload without a name, "pow, Scalar," the overload Scalar.
+#define TORCHAMP_ENTRY(...) #__VA_ARGS__ ",",
+#define TORCHAMP_ENTRY_WITH_DTYPE(function, name, ...) name ",",
+inline constexpr std::string_view cuda_lower_precision_list[] = {
+    AT_FORALL_LOWER_PRECISION_FP(TORCHAMP_ENTRY)};
+inline constexpr std::string_view cuda_fp32_list[] = {
+    AT_FORALL_FP32(TORCHAMP_ENTRY) AT_FORALL_FP32_SET_OPT_DTYPE(TORCHAMP_ENTRY)
+        AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(TORCHAMP_ENTRY_WITH_DTYPE)};
+inline constexpr std::string_view cuda_promote_list[] = {AT_FORALL_PROMOTE(TORCHAMP_ENTRY)};
+#undef TORCHAMP_ENTRY
+#undef TORCHAMP_ENTRY_WITH_DTYPE
 
-  constexpr ListedRule(const char* of_entry, Cast rule) : entry(of_entry), cast(rule) {
-    while (entry[op_size] != '\0' && entry[op_size] != ',' && entry[op_size] != '.') ++op_size;
-  }
-  /// "pow".
-  constexpr std::string_view op() const { return {entry, op_size}; }
-  /// "Tensor_Scalar".
-  constexpr std::string_view overload() const {
-    const char* rest = entry + op_size;
-    while (*rest == ',' || *rest == '.' || *rest == ' ') ++rest;
-    return rest;
-  }
+/// The rows of LibTorch's CUDA lists. On the list `promote`, LibTorch's kernels throw for the
+/// 16-bit dtype other than the region's, so torchamp's kernels run these ops.
+inline constexpr Row cuda_rows[] = {
+    {{"cuda_lower_precision", cuda_lower_precision_list},
+     {Cast::lower_precision, Where::no_native_kernel}},
+    {{"cuda_fp32", cuda_fp32_list}, {Cast::fp32, Where::no_native_kernel}},
+    {{"cuda_promote", cuda_promote_list},
+     {Cast::promote},
+     /*on_cpu=*/{Cast::promote, Where::no_native_kernel}},
 };
 
-/// LibTorch's own CUDA lists, from its macros, so that a newer LibTorch's are followed.
-inline constexpr ListedRule libtorch_cuda_lists[] = {
-#define TORCHAMP_LOWER(...) {#__VA_ARGS__, Cast::lower_precision},
-#define TORCHAMP_FP32(...) {#__VA_ARGS__, Cast::fp32},
-#define TORCHAMP_PROMOTE(...) {#__VA_ARGS__, Cast::promote},
-#define TORCHAMP_APPEND_DTYPE(function, name, ...) {name, Cast::fp32},
-    AT_FORALL_LOWER_PRECISION_FP(TORCHAMP_LOWER) AT_FORALL_FP32(TORCHAMP_FP32)
-        AT_FORALL_FP32_SET_OPT_DTYPE(TORCHAMP_FP32)
-            AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE(TORCHAMP_APPEND_DTYPE)
-                AT_FORALL_PROMOTE(TORCHAMP_PROMOTE)
-#undef TORCHAMP_LOWER
-#undef TORCHAMP_FP32
-#undef TORCHAMP_PROMOTE
-#undef TORCHAMP_APPEND_DTYPE
-};
+/// The op in a row's name: "mm" of "mm.out".
+constexpr std::string_view op_in(std::string_view name) {
+  return name.substr(0, name.find_first_of(",."));
+}
+
+/// The overload in a row's name: "out" of "mm.out", "" of "mm."; unset for "mm", which means all
+/// overloads.
+constexpr std::optional<std::string_view> overload_in(std::string_view name) {
+  name.remove_prefix(op_in(name).size());
+  if (name.empty()) return std::nullopt;
+  name.remove_prefix(std::min(name.find_first_not_of(",. "), name.size()));
+  return name.substr(0, name.find(','));
+}
 
 // clang-format off
 /// The ops for which LibTorch has an autocast kernel on a CPU, by the kernel's effect. LibTorch's
@@ -318,27 +330,22 @@ inline constexpr std::string_view cuda_lower_precision_ops[] = {
     "cudnn_convolution"sv, "cudnn_convolution_transpose"sv};
 // clang-format on
 
-/// The rule of Policy::standard() for an op.
-struct StandardEntry {
-  std::optional<std::string_view> overload;  // unset: all of the op's
-  TableRule rule;
-  TableRule on_cpu;  // like StandardRow::on_cpu
-  bool may_alias;    // like StandardRow::may_alias
-};
-
-/// The entry of an op, from its row or else from LibTorch's lists; null if it has none.
-const StandardEntry* standard_entry(const c10::OperatorName& op);
+/// The row of Policy::standard() for an op, from the standard rows or else from LibTorch's lists;
+/// null if there is none.
+const Row* standard_row(const c10::OperatorName& op);
 
 /// Whether the rule fp32 sets the `dtype` argument of the op, if it has one, and casts nothing.
 inline bool is_asked_for_dtype(const c10::FunctionSchema& schema) {
   return is_among(asked_for_dtype_ops, base_of(schema.operator_name()));
 }
 
-/// The rule on LibTorch's own CUDA lists; native if there is none.
+/// The cast on LibTorch's own CUDA lists; native if there is none.
 inline Cast listed_cast(const c10::OperatorName& op) {
   const std::string_view base = base_of(op);
-  for (const ListedRule& rule : libtorch_cuda_lists) {
-    if (rule.op() == base && rule.overload() == op.overload_name) return rule.cast;
+  for (const Row& row : cuda_rows) {
+    for (const std::string_view name : row.family) {
+      if (op_in(name) == base && overload_in(name) == op.overload_name) return row.rule.cast;
+    }
   }
   return Cast::native;
 }

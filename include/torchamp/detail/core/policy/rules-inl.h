@@ -25,10 +25,9 @@ namespace torchamp::detail {
 
 // ---- The rule of a call -------------------------------------------------------------------------
 
-/// Of the edits at these indices, the last whose condition holds for a call; null if none does.
-inline const Edit* last_that_holds(const std::vector<Edit>& edits,
-                                   const std::vector<std::size_t>& indices, at::ScalarType dtype,
-                                   const OpCall& call) {
+/// Of these edits, the last whose conditions hold for a call; null if none does.
+inline const Edit* last_that_holds(const std::vector<Edit>& edits, const EditsOfOp& indices,
+                                   at::ScalarType dtype, const OpCall& call) {
   // A predicate may call ops, even its own op; these calls are not part of the op.
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const at::DisableRecordFunctionGuard not_recorded;
@@ -39,59 +38,56 @@ inline const Edit* last_that_holds(const std::vector<Edit>& edits,
   return nullptr;
 }
 
-TORCHAMP_BODY CallRule PolicyData::decide(const KernelRule& of_kernel, at::DeviceType device,
-                                          const OpCall& call) const {
-  const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
-  CallRule rule = of_kernel;
-  const Edit* const edit = last_that_holds(edits, *of_kernel.conditional, dtype, call);
-  if (edit != nullptr) rule = {.cast = edit->cast, .op_rule = edit->op_rule.get()};
-  const bool is_for_scripts = of_kernel.in_scripts_only && torch::jit::currentCallstack().empty();
-  if (is_for_scripts) rule = {};
+TORCHAMP_BODY Rule PolicyData::decide(const CompiledRule& compiled, at::DeviceType device,
+                                      const OpCall& call) const {
+  Rule rule = compiled.rule;  // if no condition holds
+  if (compiled.edits != nullptr) {
+    const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+    const Edit* const edit = last_that_holds(edits, *compiled.edits, dtype, call);
+    if (edit != nullptr && !edit->when.always()) rule = edit->rule();
+  }
+  if (compiled.in_scripts_only && torch::jit::currentCallstack().empty()) rule = {};
   announce(choice_scope, to_string(rule.cast));
-  rule.decided_by_call = true;
   return rule;
 }
 
 // ---- The rule of an op --------------------------------------------------------------------------
 
+/// An overload that a row names, or all of an op, and the row.
+using OverloadAndRow = std::pair<std::optional<std::string_view>, const Row*>;
 /// By the names of ops without their overloads: "mm" of "mm.out".
-using StandardTable = std::unordered_map<std::string_view, std::vector<StandardEntry>>;
+using StandardTable = std::unordered_map<std::string_view, std::vector<OverloadAndRow>>;
 
 inline StandardTable make_standard_table() {
   StandardTable table;
   table.reserve(512);  // names: one growth instead of seven
-  for (const StandardRow& row : standard_rows) {
-    for (const std::string_view name : row.family) {
-      const auto dot = name.find('.');
-      std::optional<std::string_view> overload;
-      if (dot != name.npos) overload = name.substr(dot + 1);
-      table[name.substr(0, dot)].push_back({overload, row.rule, row.on_cpu, row.may_alias});
+  const auto add = [&](const auto& rows) {
+    for (const Row& row : rows) {
+      for (const std::string_view name : row.family) {
+        table[op_in(name)].emplace_back(overload_in(name), &row);
+      }
     }
-  }
-  for (const ListedRule& listed : libtorch_cuda_lists) {
-    const TableRule rule{listed.cast, Where::no_native_kernel};
-    // LibTorch's kernels throw for the 16-bit dtype other than the region's.
-    const TableRule on_cuda = listed.cast == Cast::promote ? TableRule{Cast::promote} : rule;
-    table[listed.op()].push_back({listed.overload(), on_cuda, rule, /*may_alias=*/false});
-  }
+  };
+  add(standard_rows);
+  add(cuda_rows);
   return table;
 }
 
-TORCHAMP_BODY const StandardEntry* standard_entry(const c10::OperatorName& op) {
+TORCHAMP_BODY const Row* standard_row(const c10::OperatorName& op) {
   static const auto& table = *new StandardTable(make_standard_table());  // never destroyed
   const auto found = table.find(base_of(op));
   if (found == table.end()) return nullptr;
-  for (const StandardEntry& entry : found->second) {
-    if (!entry.overload || *entry.overload == op.overload_name) return &entry;
+  for (const auto& [overload, row] : found->second) {
+    if (!overload || *overload == op.overload_name) return row;
   }
   return nullptr;
 }
 
-TORCHAMP_BODY TabledOp::TabledOp(c10::OperatorHandle overload) : op(std::move(overload)) {
-  const StandardEntry* const entry = standard_entry(op.operator_name());
-  if (entry == nullptr || !(entry->may_alias || why_not_castable(op.schema()).empty())) return;
-  rule = entry->rule;
-  on_cpu = entry->on_cpu;
+/// The row of an overload that can be cast; null if there is none.
+inline const Row* row_for(const c10::OperatorHandle& op) {
+  const Row* const row = standard_row(op.operator_name());
+  if (row == nullptr || row->may_alias) return row;
+  return why_not_castable(op.schema()).empty() ? row : nullptr;
 }
 
 /// LibTorch's rule for an op: native if LibTorch has an autocast kernel for it.
@@ -100,25 +96,34 @@ inline Cast libtorch_rule(const c10::OperatorHandle& op, at::DeviceType device) 
 }
 
 /// The rule of a policy's table for an op.
-inline TableRule rule_of_table(BaseTable table, const TabledOp& of, at::DeviceType device) {
-  const TableRule row = facts_of(device).follows_cuda_lists ? of.rule : of.on_cpu;
-  const bool has_row = table == BaseTable::standard && row.cast != Cast::native;
-  if (!has_row) return {libtorch_rule(of.op, device)};
-  if (row.where != Where::no_native_kernel) return row;
-  return {has_native_kernel(of.op, device) ? Cast::native : row.cast};
+inline Rule rule_of_table(BaseTable table, const c10::OperatorHandle& op, at::DeviceType device) {
+  const Row* const row = table == BaseTable::standard ? row_for(op) : nullptr;
+  Rule rule;
+  if (row != nullptr) rule = facts_of(device).follows_cuda_lists ? row->rule : row->on_cpu;
+  if (rule.cast == Cast::native) return {libtorch_rule(op, device)};
+  if (rule.where != Where::no_native_kernel) return rule;
+  return {has_native_kernel(op, device) ? Cast::native : rule.cast};
 }
 
-/// A policy's rule for an op, without conditional edits. `edited`: the effect of the edits on the
-/// op, or null.
-inline TableRule unconditional_rule(const PolicyData& policy, const OverloadRules* edited,
-                                    const TabledOp& of, at::DeviceType device) {
-  if (edited == nullptr || !edited->has_cast) return rule_of_table(policy.base, of, device);
-  return {edited->cast == Cast::native ? libtorch_rule(of.op, device) : edited->cast};
+/// The edit that sets an op's rule for all calls for which no conditional edit does; null if there
+/// is none.
+inline const Edit* unconditional_edit(const PolicyData& policy, const EditsOfOp* edits) {
+  if (edits == nullptr) return nullptr;
+  const Edit& first = policy.edits[edits->front()];
+  return first.when.always() ? &first : nullptr;
+}
+
+/// The rule of an op if `edit` is its unconditional edit, or null.
+inline Rule unconditional_rule(const PolicyData& policy, const Edit* edit,
+                               const c10::OperatorHandle& op, at::DeviceType device) {
+  if (edit == nullptr) return rule_of_table(policy.base, op, device);
+  return edit->cast == Cast::native ? Rule{libtorch_rule(op, device)} : edit->rule();
 }
 
 TORCHAMP_BODY Cast lookup_rule(const PolicyData& policy, const c10::OperatorHandle& op,
                                at::DeviceType device) {
-  return unconditional_rule(policy, policy.edited(op), TabledOp(op), device).cast;
+  const Edit* const edit = unconditional_edit(policy, policy.edits_of(op));
+  return unconditional_rule(policy, edit, op, device).cast;
 }
 
 /// Whether LibTorch would cast the arguments of the op, or of ops that it calls.
@@ -143,14 +148,17 @@ inline bool libtorch_does_so(Cast cast, const c10::OperatorHandle& op, at::Devic
          listed_cast(op.operator_name()) == cast && !lacks_cast_for_backward(op.schema());
 }
 
-/// Whether an op needs an autocast kernel of torchamp for a rule. `is_edits`: the rule comes from
-/// an edit.
-inline bool needs_kernel(const TableRule& rule, bool is_edits, const c10::OperatorHandle& op,
+/// Whether an op needs an autocast kernel of torchamp for a rule. `edit`: the edit that set it, or
+/// null.
+inline bool needs_kernel(const Rule& rule, const Edit* edit, const c10::OperatorHandle& op,
                          at::DeviceType device) {
   if (rule.cast == Cast::native) return false;
   if (rule.where == Where::backward_sums) return true;
-  // A table has this rule only for ops that LibTorch does not cast.
-  if (rule.cast == Cast::unchanged) return is_edits && may_be_cast_by_libtorch(op, device);
+  if (rule.cast == Cast::unchanged) {
+    // Without such an edit, LibTorch does not cast the op.
+    const bool is_edited = edit != nullptr && edit->cast == Cast::unchanged;
+    return is_edited && may_be_cast_by_libtorch(op, device);
+  }
   return !libtorch_does_so(rule.cast, op, device);
 }
 
@@ -159,43 +167,41 @@ inline bool is_called_by_compiled_code(const c10::OperatorHandle& op, at::Device
   return is_among(compiled_code_ops, base_of(op.operator_name())) && !has_native_kernel(op, device);
 }
 
-TORCHAMP_BODY KernelRule kernel_rule(const PolicyData& policy, const TabledOp& of,
-                                     at::DeviceType device) {
-  static const auto& no_edits = *new std::vector<std::size_t>;  // never destroyed
-  const OverloadRules* const edited = policy.edited(of.op);
-  const TableRule rule = unconditional_rule(policy, edited, of, device);
-  const bool is_edits = edited != nullptr && edited->has_cast && edited->cast == rule.cast;
-  KernelRule of_kernel;
-  if (needs_kernel(rule, is_edits, of.op, device)) {
-    of_kernel.cast = rule.cast;
-    of_kernel.where = rule.where;
-    if (rule.cast == Cast::fp8) of_kernel.op_rule = policy.edits[edited->edit].op_rule.get();
-  }
-  const bool has_conditions = edited != nullptr && !edited->conditional.empty();
-  const bool has_rule = has_conditions || of_kernel.cast != Cast::native;
-  of_kernel.in_scripts_only = has_rule && is_called_by_compiled_code(of.op, device);
-  if (has_conditions) {
-    of_kernel.conditional = &edited->conditional;
-  } else if (of_kernel.in_scripts_only) {
-    of_kernel.conditional = &no_edits;
-  }
-  return of_kernel;
+TORCHAMP_BODY CompiledRule compiled_rule(const PolicyData& policy, const c10::OperatorHandle& op,
+                                         at::DeviceType device) {
+  const EditsOfOp* const edits = policy.edits_of(op);
+  const Edit* const edit = unconditional_edit(policy, edits);
+  CompiledRule compiled;
+  const Rule rule = unconditional_rule(policy, edit, op, device);
+  if (needs_kernel(rule, edit, op, device)) compiled.rule = rule;
+  const bool has_conditions = edits != nullptr && edits->size() > (edit == nullptr ? 0u : 1u);
+  if (has_conditions) compiled.edits = edits;
+  compiled.in_scripts_only =
+      !compiled.leaves_all_to_libtorch() && is_called_by_compiled_code(op, device);
+  return compiled;
 }
 
-TORCHAMP_BODY void for_each_candidate(const PolicyData& policy,
-                                      c10::function_ref<void(const TabledOp&)> function) {
+TORCHAMP_BODY void for_each_candidate(
+    const PolicyData& policy, c10::function_ref<void(const c10::OperatorHandle&)> function) {
   if (policy.base == BaseTable::standard) {
     for (const c10::OperatorHandle& op : all_ops()) {
-      const TabledOp tabled(op);
-      if (tabled.rule.cast != Cast::native) function(tabled);
+      const Row* const row = row_for(op);
+      if (row != nullptr && row->rule.cast != Cast::native) function(op);
     }
   }
-  for (const auto& [name, rules] : policy.rules) {
-    for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) function(TabledOp(op));
+  for (const auto& [name, edits] : policy.edits_of_ops) {
+    for (const auto& op : find_ops(name, "Policy", /*missing_ok=*/true)) function(op);
   }
 }
 
 // ---- Edits --------------------------------------------------------------------------------------
+
+TORCHAMP_BODY bool Edit::operator==(const Edit& other) const {
+  const bool has_one = op_rule != nullptr && other.op_rule != nullptr;
+  return cast == other.cast && names == other.names && family == other.family &&
+         when == other.when &&
+         (has_one ? op_rule->text() == other.op_rule->text() : op_rule == other.op_rule);
+}
 
 /// Why an overload cannot follow a rule; empty if it can. `op_rule`: for the rule fp8, or null.
 inline std::string why_not_op(const CastRow& row, const OpRule* op_rule,
@@ -235,12 +241,9 @@ inline std::vector<std::string> reached_by(const std::string& name, bool is_fami
 inline void add(PolicyData& policy, Edit edit, const std::vector<std::string>& reached) {
   const std::size_t index = policy.edits.size();
   for (const std::string& op : reached) {
-    OverloadRules& rules = policy.rules[op];
-    if (edit.when.always()) {
-      rules = {.has_cast = true, .cast = edit.cast, .edit = index};
-    } else if (rules.conditional.empty() || rules.conditional.back() != index) {
-      rules.conditional.push_back(index);
-    }
+    EditsOfOp& edits = policy.edits_of_ops[op];
+    if (edit.when.always()) edits.clear();
+    if (edits.empty() || edits.back() != index) edits.push_back(index);
   }
   policy.edits.push_back(std::move(edit));
 }

@@ -12,6 +12,7 @@
 #include <c10/util/ArrayRef.h>
 #include <c10/util/FunctionRef.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <cstddef>
@@ -85,18 +86,14 @@ struct Edit {
   std::string family;  // instead of `names`, if not empty
   When when;
   std::shared_ptr<const OpRule> op_rule = nullptr;  // not null for the rule fp8
+
+  Rule rule() const { return {.cast = cast, .op_rule = op_rule.get()}; }
+  bool operator==(const Edit& other) const;
 };
 
-/// The effect of the edits on one overload.
-struct OverloadRules {
-  bool has_cast = false;  // whether an unconditional edit has set `cast`
-  Cast cast = Cast::native;
-  std::vector<std::size_t> conditional = {};  // conditional edits; later ones come last
-  std::size_t edit = 0;                       // the edit that set `cast`
-};
-
-/// By full_name().
-using RuleMap = std::map<std::string, OverloadRules, std::less<>>;
+/// Indices of edits that apply to an overload; later edits come last. Only the first may be
+/// unconditional.
+using EditsOfOp = std::vector<std::size_t>;
 
 // Note [Reports of a choice]
 // A predicate is called once for each call of its op, and only the op's autocast kernel has its
@@ -115,49 +112,42 @@ inline void announce(std::string_view kind, std::string_view what) {
 }
 
 // Note [From a table to a call]
-// A rule is a Cast and the calls for which it holds: a TableRule in a row of a table. Compiled for
-// a device, with the edits of the policy, it becomes the KernelRule of an op's autocast kernel. If
-// the KernelRule depends on the call, each call decides it: the result is the CallRule.
-// Policy::lookup and Policy::effect return the rule without a call. Cast::native means that
-// LibTorch's own autocast kernel decides. So it also means "no row" in a table, and "nothing to do"
-// in a kernel of torchamp. An OpRule is not a rule in this sense: it implements the rule fp8.
+// A table has a Row for each family of ops. The Row's Rule for a device, or the edits of a policy,
+// are compiled into a CompiledRule for the op's autocast kernel. If no condition decides, a call
+// has the compiled Rule. Otherwise PolicyData::decide() returns the Rule of the call.
+// Policy::lookup and Policy::effect return the cast without a call. An OpRule is not a rule in this
+// sense: it implements the rule fp8.
 
-/// The rule of an autocast kernel for one call.
-struct CallRule {
-  Cast cast = Cast::native;
-  Where where = Where::always;      // if call_is_refused, only for such calls
-  const OpRule* op_rule = nullptr;  // not null for Cast::fp8
-  bool decided_by_call = false;     // of a KernelRule that depends on the call
+/// A policy's rule for one autocast kernel.
+struct CompiledRule {
+  Rule rule;  // if no condition decides
+  const EditsOfOp* edits =
+      nullptr;                   // not null if some are conditional; lives as long as the policy
+  bool in_scripts_only = false;  // see Note [Compiled code]
+
+  bool depends_on_call() const { return edits != nullptr || in_scripts_only; }
+  bool leaves_all_to_libtorch() const { return rule.cast == Cast::native && !depends_on_call(); }
 };
-
-/// A policy's rules for one autocast kernel.
-struct KernelRule : CallRule {
-  /// Indices of conditional edits in PolicyData::edits, which are tried first. Lives as long as
-  /// PolicyData::rules. Null: the rule is the same for all calls. Empty: the rule depends on the
-  /// call, but not on an edit.
-  const std::vector<std::size_t>* conditional = nullptr;
-  bool in_scripts_only = false;  // see Note [Compiled code]; the rule depends on the call then
-
-  bool depends_on_call() const { return conditional != nullptr; }
-  bool leaves_all_to_libtorch() const { return cast == Cast::native && !depends_on_call(); }
-};
-
-/// By a kernel's index. Kernels that were registered later do not belong to the policy.
-using KernelRules = std::vector<KernelRule>;
 
 /// The contents of a Policy: a base table and edits. Immutable once shared.
 class PolicyData {
  public:
   explicit PolicyData(BaseTable base_table) : base(base_table) {}
   /// A copy to edit; it starts without compiled tables.
-  PolicyData(const PolicyData& other) : base(other.base), edits(other.edits), rules(other.rules) {}
+  PolicyData(const PolicyData& other)
+      : base(other.base), edits(other.edits), edits_of_ops(other.edits_of_ops) {}
   PolicyData& operator=(const PolicyData&) = delete;
 
-  /// The effect of the edits on one overload; null if they do not reach it.
-  const OverloadRules* edited(const c10::OperatorHandle& op) const {
-    if (rules.empty()) return nullptr;
-    const auto found = rules.find(full_name(op.operator_name()));
-    return found == rules.end() ? nullptr : &found->second;
+  /// Whether both have the same base and equal edits.
+  bool operator==(const PolicyData& other) const {
+    return base == other.base && edits == other.edits;
+  }
+
+  /// The edits that apply to one overload; null if there are none.
+  const EditsOfOp* edits_of(const c10::OperatorHandle& op) const {
+    if (edits_of_ops.empty()) return nullptr;
+    const auto found = edits_of_ops.find(full_name(op.operator_name()));
+    return found == edits_of_ops.end() ? nullptr : &found->second;
   }
 
   /// An edit's OpRule, which later edits may have replaced; null if there is none.
@@ -174,30 +164,28 @@ class PolicyData {
     if (!is_ready) compile(device_index);
   }
 
-  /// The rule of kernel `kernel` on a device, whose rules have been compiled, for one call.
-  CallRule rule(std::size_t device_index, std::size_t kernel, at::DeviceType device,
-                const c10::OperatorHandle& op, c10::ArrayRef<c10::IValue> stack) const {
-    const KernelRules& rules_of_device = compiled_[device_index].rules;
-    if (kernel >= rules_of_device.size()) return {};
-    const KernelRule& rule = rules_of_device[kernel];
-    if (!rule.depends_on_call()) return rule;
-    return decide(rule, device, OpCall(op.schema(), stack));
+  /// The rule of kernel `kernel` on a device whose rules have been compiled. Kernels that were
+  /// registered later do not belong to the policy.
+  CompiledRule rule(std::size_t device_index, std::size_t kernel) const {
+    const std::vector<CompiledRule>& rules = compiled_[device_index].rules;
+    return kernel < rules.size() ? rules[kernel] : CompiledRule();
   }
+
+  /// Decides a rule that depends on the call, for one call, and reports the choice to recorders.
+  Rule decide(const CompiledRule& compiled, at::DeviceType device, const OpCall& call) const;
 
   BaseTable base;
   std::vector<Edit> edits;
-  RuleMap rules;  // the effect of the edits on each overload
+  std::map<std::string, EditsOfOp, std::less<>> edits_of_ops;  // by full_name(); none is empty
 
  private:
   /// Registers the autocast kernels that the policy needs on a device. Defined in
   /// autocast/autocast_kernel.h.
   void compile(std::size_t device_index) const;
-  /// Decides a rule that depends on the call, for one call, and reports the choice to recorders.
-  CallRule decide(const KernelRule& rule, at::DeviceType device, const OpCall& call) const;
 
   struct Compiled {
     std::atomic<bool> ready = false;
-    KernelRules rules;
+    std::vector<CompiledRule> rules;  // by a kernel's index
   };
   mutable std::mutex mutex_;
   mutable std::array<Compiled, device_count> compiled_;
@@ -205,11 +193,8 @@ class PolicyData {
 
 /// Whether edit `index` of a policy still applies to some overload.
 inline bool applies(const PolicyData& policy, std::size_t index) {
-  for (const auto& [op, of_op] : policy.rules) {
-    if (of_op.has_cast && of_op.edit == index) return true;
-    for (const std::size_t conditional : of_op.conditional) {
-      if (conditional == index) return true;
-    }
+  for (const auto& [op, edits] : policy.edits_of_ops) {
+    if (std::find(edits.begin(), edits.end(), index) != edits.end()) return true;
   }
   return false;
 }
@@ -235,24 +220,15 @@ inline Cast lookup_effect(const PolicyData& policy, const c10::OperatorHandle& o
   return cast == Cast::native ? effect_of_native(op.operator_name(), device) : cast;
 }
 
-/// An overload, and its row in the table of Policy::standard(). Cast::native: it has none, or
-/// cannot be cast.
-struct TabledOp {
-  c10::OperatorHandle op;
-  TableRule rule;
-  TableRule on_cpu;  // as in a StandardRow
-
-  explicit TabledOp(c10::OperatorHandle overload);
-};
-
-/// The rule of an op's autocast kernel under `policy`. Without conditional edits, Cast::native
-/// means that LibTorch's kernel does everything.
-KernelRule kernel_rule(const PolicyData& policy, const TabledOp& op, at::DeviceType device);
+/// The rule of an op's autocast kernel under `policy`. If the kernel leaves all to LibTorch, the op
+/// needs no kernel of torchamp.
+CompiledRule compiled_rule(const PolicyData& policy, const c10::OperatorHandle& op,
+                           at::DeviceType device);
 
 /// Calls `function` with the ops in a policy's tables and edits (not with ops that only LibTorch's
 /// kernels cast); with some ops more than once.
 void for_each_candidate(const PolicyData& policy,
-                        c10::function_ref<void(const TabledOp&)> function);
+                        c10::function_ref<void(const c10::OperatorHandle&)> function);
 
 /// The rule of Cast::fp8 with these options. Error: fp8_rule_maker is null.
 std::shared_ptr<const OpRule> make_fp8_rule(std::string_view options);

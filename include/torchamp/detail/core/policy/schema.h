@@ -9,6 +9,7 @@
 #include <ATen/core/operator_name.h>
 #include <c10/core/DeviceType.h>
 
+#include <cstdint>
 #include <mutex>
 #include <string>
 #include <string_view>
@@ -111,6 +112,40 @@ void for_each_tensor_of(const c10::IValue& value, const Function& function) {
 /// Whether an op updates the argument although its schema does not declare it.
 inline bool is_running_statistic(const c10::Argument& argument) {
   return argument.name().starts_with("running_") || argument.name().starts_with("moving_");
+}
+
+/// Arguments that a cast treats in a special way.
+enum class ArgumentRole : std::uint8_t {
+  none,
+  in_fp32_only,     ///< never cast
+  is_training,      ///< whether the op updates its running statistics
+  chooses_sum,      ///< whether the op adds: a bool, or the name of a reduction
+  makes_sparse,     ///< whether gradients are sparse
+  optional_weight,  ///< without it, the op narrows its running statistics
+};
+
+/// The role of an argument of this name: in all ops, or in one.
+struct ArgumentRow {
+  std::string_view name;
+  ArgumentRole role;
+  std::string_view op = {};
+};
+inline constexpr ArgumentRow argument_rows[] = {
+    {"alibi_slopes"sv, ArgumentRole::in_fp32_only},  // of flash attention
+    {"training"sv, ArgumentRole::is_training},
+    {"use_input_stats"sv, ArgumentRole::is_training},
+    {"accumulate"sv, ArgumentRole::chooses_sum},
+    {"reduce"sv, ArgumentRole::chooses_sum},
+    {"sparse"sv, ArgumentRole::makes_sparse},
+    {"weight"sv, ArgumentRole::optional_weight, "aten::instance_norm"sv},
+};
+
+/// The role of an op's argument.
+inline ArgumentRole role_of(const c10::Argument& argument, const c10::FunctionSchema& schema) {
+  for (const ArgumentRow& row : argument_rows) {
+    if (row.name == argument.name() && (row.op.empty() || row.op == schema.name())) return row.role;
+  }
+  return ArgumentRole::none;
 }
 
 /// Why the tensor arguments of an op cannot be cast; empty if they can.

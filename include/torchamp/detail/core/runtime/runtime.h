@@ -207,7 +207,7 @@ struct CpuProductsState {
 
 /// An autocast kernel of torchamp.
 struct KnownKernel {
-  std::size_t index;  // in the KernelRules of every policy
+  std::size_t index;  // in the rules of every policy
   bool has_native;    // LibTorch had its own kernel
 };
 

@@ -180,11 +180,7 @@ class PolicyParser {
     std::string head_text(line.substr(0, colon));
     const std::string fp8 = take_options(head_text);
     const auto head = split(head_text, white_space);
-    check(head.size() == 1 || (head.size() == 3 && head[1] == "when"), "'",
-          shorten(line.substr(0, colon)),
-          "' is not a rule, or a rule and 'when float16', 'when bfloat16' or 'when float32'");
-    When when;
-    if (head.size() == 3) when.dtype = dtype(head[2]);
+    const When when = conditions(head, line.substr(0, colon));
     const auto names = split(line.substr(colon + 1), ",");
     check(!names.empty(), "'", shorten(line), "' names no op");
     std::vector<std::string> ops;
@@ -197,6 +193,15 @@ class PolicyParser {
       }
     }
     if (!ops.empty()) edit(head[0], ops, when, fp8);
+  }
+
+  /// The conditions behind a rule's name, as conditions_text() writes them.
+  When conditions(const std::vector<std::string>& head, std::string_view text) const {
+    When when;
+    check(head.size() == 1 || (head.size() == 3 && head[1] == "when"), "'", shorten(text),
+          "' is not a rule, or a rule and 'when float16', 'when bfloat16' or 'when float32'");
+    if (head.size() == 3) when.dtype = dtype(head[2]);
+    return when;
   }
 
   void read_base(std::string_view line) {

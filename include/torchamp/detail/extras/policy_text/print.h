@@ -39,12 +39,18 @@ inline std::string dtype_name(at::ScalarType dtype) {
   return std::string(c10::getDtypeNames(dtype).first);
 }
 
+/// The conditions of a rule that are data, as text: " when float16"; PolicyParser reads it. (Names
+/// every member of When, so a new member does not compile until it is here.)
+inline std::string conditions_text(const When& when) {
+  const auto& [dtype, predicate] = when;
+  return dtype ? " when " + dtype_name(*dtype) : std::string();
+}
+
 /// One edit as text: "fp32 when float16: ops::norm, pow".
 inline std::string to_string(const Edit& edit) {
   std::string text(torchamp::to_string(edit.cast));
   if (edit.op_rule != nullptr) text = edit.op_rule->text();
-  if (edit.when.dtype) text.append(" when ").append(dtype_name(*edit.when.dtype));
-  text += ": ";
+  text += conditions_text(edit.when) + ": ";
   if (!edit.family.empty()) return text + "ops::" + edit.family;
   return text + c10::Join(", ", edit.names);
 }
@@ -73,7 +79,7 @@ inline std::map<std::string, PrintedRule> rules_in_force(const PolicyData& polic
     rules[full_name(op.operator_name())] = {lookup_rule(policy, op, device),
                                             lookup_effect(policy, op, device)};
   };
-  for_each_candidate(policy, [&](const TabledOp& tabled) { add(tabled.op); });
+  for_each_candidate(policy, add);
   auto& dispatcher = c10::Dispatcher::singleton();
   for (const auto& name : dispatcher.getRegistrationsForDispatchKey(autocast_key(device))) {
     // The dispatcher also has torchamp's kernels, which earlier policies have registered.

@@ -45,7 +45,7 @@ inline std::string text_of_edits(const PolicyData& policy, std::size_t first,
     const Edit& edit = policy.edits[i];
     const auto found = edit.names.size() == 1 ? decided.find(edit.names[0]) : decided.end();
     const bool was_decided =
-        found != decided.end() && !edit.when.dtype && edit.cast == rule_of(*found->second);
+        found != decided.end() && edit.when.always() && edit.cast == rule_of(*found->second);
     text += was_decided ? text_of(*found->second) : lines[i] + '\n';
   }
   return text;
@@ -61,8 +61,7 @@ inline std::string text_of_module(const PolicyData& policy, const PolicyData& co
                                   const AuditDecisions& decided) {
   const std::size_t size = common.edits.size();
   const bool goes_on = policy.base == common.base && policy.edits.size() >= size &&
-                       std::equal(common.edits.begin(), common.edits.end(), policy.edits.begin(),
-                                  [](const Edit& a, const Edit& b) { return is_same(a, b); });
+                       std::equal(common.edits.begin(), common.edits.end(), policy.edits.begin());
   return goes_on ? text_of_edits(policy, size, decided)
                  : text_of_base(policy) + text_of_edits(policy, 0, decided);
 }

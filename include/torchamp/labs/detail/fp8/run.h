@@ -240,7 +240,7 @@ class Fp8Rule final : public OpRule {
     register_kernels_of_products(device);
     for (std::size_t i = 0; i < policy.edits.size(); ++i) {
       const Edit& edit = policy.edits[i];
-      if (edit.op_rule == nullptr || edit.when.dtype.value_or(dtype) != dtype) continue;
+      if (edit.op_rule == nullptr || !edit.when.may_hold_in(dtype)) continue;
       const auto& rule = static_cast<const Fp8Rule&>(*edit.op_rule);
       if (!rule.options_.strict || !applies(policy, i)) continue;
       const std::string& on_device = rule.why_not_on(device);

@@ -33,21 +33,6 @@ struct ModulePolicy {
   std::shared_ptr<const PolicyData> policy;
 };
 
-/// Whether two edits are known to be equal. Predicates cannot be compared.
-inline bool is_same(const Edit& a, const Edit& b) {
-  return a.cast == b.cast && a.names == b.names && a.family == b.family &&
-         a.when.dtype == b.when.dtype && !a.when.predicate && !b.when.predicate &&
-         (a.op_rule == nullptr || a.op_rule->text() == b.op_rule->text());
-}
-
-/// Whether two policies are known to have the same rules.
-inline bool is_same(const PolicyData& one, const PolicyData& other) {
-  return &one == &other ||
-         (one.base == other.base &&
-          std::equal(one.edits.begin(), one.edits.end(), other.edits.begin(), other.edits.end(),
-                     [](const Edit& a, const Edit& b) { return is_same(a, b); }));
-}
-
 /// The calling thread's state with `policy` set, on the devices with autocast on.
 inline std::shared_ptr<const ThreadPolicy> thread_policy_with(
     const std::shared_ptr<const PolicyData>& policy) {

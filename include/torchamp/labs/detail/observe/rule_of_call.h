@@ -33,8 +33,9 @@ inline Cast rule_of_call(const c10::OperatorHandle& op, at::DeviceType device,
   const bool is_autograds =
       policy != nullptr && adds_gradients(op.operator_name()) && leaves_sums_alone(*of_thread);
   if (policy != nullptr && !is_autograds) {
-    const KernelRule rule = kernel_rule(*policy, TabledOp(op), device);
-    const Cast cast = rule.depends_on_call() ? choice.value_or(Cast::unchanged) : rule.cast;
+    const CompiledRule compiled = compiled_rule(*policy, op, device);
+    const Cast cast =
+        compiled.depends_on_call() ? choice.value_or(Cast::unchanged) : compiled.rule.cast;
     if (cast != Cast::native) return cast;
   }
   if (!has_native_kernel(op, device)) return Cast::unchanged;
