@@ -38,7 +38,7 @@ struct AttentionImpl : torch::nn::Module {
       return t.view({t.size(0), t.size(1), heads, -1}).transpose(1, 2);
     };
     const auto qkv = torch::linear(x, in_proj_weight, in_proj_bias).chunk(3, -1);
-    std::optional<torch::Tensor> mask;  // true: look at it
+    std::optional<torch::Tensor> mask;  // true: attend to it
     if (is_padding.defined()) mask = is_padding.logical_not().unsqueeze(1).unsqueeze(1);
     const torch::Tensor y =
         torch::scaled_dot_product_attention(split(qkv[0]), split(qkv[1]), split(qkv[2]), mask);
