@@ -139,8 +139,7 @@ inline drawing::Canvas draw_times(const std::string& below, const std::deque<Rac
                .note_beyond =
                    cuda ? "Slower than fp32: the host sets the pace, and each cast is one more "
                           "launch. A captured step is launched at once."
-                        : "Slower than fp32: the layers are so small that casts cost more than 16 "
-                          "bits save in products."},
+                        : "Slower than fp32: conversions cost more than 16 bits save in products."},
               races);
 }
 

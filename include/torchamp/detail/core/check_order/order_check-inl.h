@@ -230,11 +230,7 @@ TORCHAMP_BODY void OrderCheck::note_backward_ends() {
     one.gradient = TensorSnapshot(gradient);
     one.in_this_iteration = true;
   }
-  try {
-    norms_.emplace(gradients);
-  } catch (const c10::Error&) {  // a device without memory, or without such a norm: no comparison
-    norms_.reset();
-  }
+  norms_.emplace(gradients);
 }
 
 TORCHAMP_BODY auto OrderCheck::divides(const Moment& moment) -> Sentences {
@@ -248,12 +244,8 @@ TORCHAMP_BODY auto OrderCheck::divides(const Moment& moment) -> Sentences {
     const auto is_own = [&](const at::Tensor& one) {
       return own.contains(one.unsafeGetTensorImpl());
     };
-    try {
-      norms_->compare(is_own, /*all=*/handled_.empty());
-      if (!norms_->is_here()) compared_.push_back(*norms_);
-    } catch (const c10::Error&) {  // as in note_backward_ends
-      norms_.reset();
-    }
+    norms_->compare(is_own, /*all=*/handled_.empty());
+    if (!norms_->is_here()) compared_.push_back(*norms_);
   }
   return made_at(When::divides, moment);
 }
@@ -286,16 +278,10 @@ TORCHAMP_BODY void OrderCheck::forget(const torch::optim::Optimizer& optimizer) 
 }
 
 TORCHAMP_BODY auto OrderCheck::updates(const Moment& moment) -> Sentences {
-  Sentences made;
-  if (is_looking()) {
-    try {
-      // A device may have sent what an earlier iteration has found.
-      made = made_at(When::updates, moment);
-      collect_unchecked_steps();
-      for (const char* sentence : made_at(When::updates, moment)) made.push_back(sentence);
-    } catch (const c10::Error&) {  // no memory for a look, which no update() fails for
-    }
-  }
+  // A device may have sent what an earlier iteration has found.
+  Sentences made = made_at(When::updates, moment);
+  collect_unchecked_steps();
+  for (const char* sentence : made_at(When::updates, moment)) made.push_back(sentence);
   for (auto& [address, one] : trained_) {
     one.in_earlier_iteration |= std::exchange(one.in_this_iteration, false);
   }

@@ -15,18 +15,17 @@ namespace torchamp::detail {
 TORCHAMP_BODY torch::autograd::variable_list ScaledLoss::operator()(
     const torch::autograd::variable_list& gradients) {
   const std::scoped_lock lock(backward_->mutex);
-  const bool checks = backward_->check && backward_->check->is_looking();
-  if (backward_->divided.empty() && !checks) return gradients;
+  if (backward_->divided.empty() && !backward_->check) return gradients;
   // One call of backward() may reach several scaled losses.
   const int task = torch::autograd::get_current_graph_task_id();
   if (std::exchange(backward_->task, task) == task) return gradients;
-  if (checks) backward_->check->note_backward_begins();
+  backward_->with_check([](OrderCheck& check) { check.note_backward_begins(); });
   torch::autograd::Engine::get_default_engine().queue_callback(
       // Runs once that call has written all gradients, and not if it throws.
       [backward = backward_, before = backward_->divided.backward_begins()] {
         const std::scoped_lock at_end(backward->mutex);
         backward->divided.backward_ends(before);
-        if (backward->check && backward->check->is_looking()) backward->check->note_backward_ends();
+        backward->with_check([](OrderCheck& check) { check.note_backward_ends(); });
       });
   return gradients;
 }

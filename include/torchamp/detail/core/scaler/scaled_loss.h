@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/function_hook.h>
 
@@ -20,6 +21,20 @@ namespace torchamp::detail {
 /// Data that a scaler shares with the backward passes of its losses. Backward may run in several
 /// threads, one for each device, so each use takes the lock.
 struct ScaledBackward {
+  /// Calls `f(check)` in a scaler's first iterations; not in a CudaGraph, nor after it. No call of
+  /// the scaler fails if a check does (a device without memory, or without a kernel for a norm):
+  /// then nothing is checked from now on.
+  template <class F>
+  void with_check(const F& f) {
+    if (check && !check->is_looking()) check.reset();
+    if (!check) return;
+    try {
+      f(*check);
+    } catch (const c10::Error&) {
+      check.reset();
+    }
+  }
+
   std::mutex mutex;
   DividedGradients divided{};
   std::optional<OrderCheck> check{};  ///< in a scaler's first iterations

@@ -188,7 +188,6 @@ class StepLedger {
     use.end_iteration();
     const std::scoped_lock lock(backward->mutex);
     backward->divided.clear();
-    if (backward->check && !backward->check->is_looking()) backward->check.reset();
     return sentences;
   }
   /// A warning may run the program's code, which may throw, or call the scaler.
@@ -199,13 +198,10 @@ class StepLedger {
   }
 
  private:
-  /// Calls `f(check)` in a scaler's first iterations. Not in a CudaGraph, nor after it.
   template <class F>
   void with_check(const F& f) const {
     const std::scoped_lock lock(backward->mutex);
-    if (!backward->check) return;
-    if (!backward->check->is_looking()) return backward->check.reset();
-    f(*backward->check);
+    backward->with_check(f);
   }
   OrderCheck::Moment moment(const torch::optim::Optimizer* optimizer) const {
     return {.knows_scale = use.was_read(), .is_fixed = scale_is_fixed_, .optimizer = optimizer};
