@@ -34,8 +34,8 @@ struct AccumulationOptions {
   bool drop_bad = false;
 };
 
-/// The result of an Accumulation's step: a StepResult, and the numbers of micro-batches. Each kind
-/// of query synchronises at most once.
+/// The result of an Accumulation's step: a StepResult, and the numbers of micro-batches. A query
+/// synchronises once, unless the host already has the value.
 class AccumulationResult : public StepResult {
  public:
   /// Whether the optimizer stepped. With `.drop_bad`, false means: every micro-batch was dropped,
@@ -72,34 +72,36 @@ class AccumulationResult : public StepResult {
 ///     }
 ///     accumulation.flush();
 ///
-/// The step uses the gradient of the mean of the losses. A window is the micro-batches of one step;
-/// all its losses have the same scale. Errors: the scale has changed in a window; the gradients
-/// were cleared (set to none, as zero_grad() does); the program has called the scaler's step() and
-/// update() itself. After such an error discard() begins a new window. The scaler cannot be saved
-/// in a window. Holds references to scaler and optimizer. Synchronises only if scaler.step()
-/// does. One thread at a time.
+/// The step uses the gradient of the mean of the losses. A window is the micro-batches of one step.
+/// Without `.drop_bad`, all losses of a window have the same scale, and `.grad` holds the sums of
+/// their gradients. If the scale has changed in a window, or if the gradients were cleared (set to
+/// none, as zero_grad() does), backward() and flush() throw. They also throw if the program has
+/// called the scaler's unscale_() or step() itself. After such an error discard() begins a new
+/// window. The scaler cannot be saved in a window. Scaler and optimizer must outlive this object.
+/// Synchronises only if scaler.step() does. One thread at a time.
 ///
-/// If LibTorch's backward throws, it may have added some of the gradients: call discard(). If one
-/// of the two callbacks below or the optimizer's step throws, either call flush(), which tries the
-/// step again, or call discard(), which drops the window.
+/// If the optimizer's step or one of the two callbacks below throws, either call flush(), which
+/// tries the step again, or call discard(), which drops the window. If LibTorch's backward throws,
+/// it may have added some of the gradients: call discard(). With `.drop_bad` this is not needed,
+/// because such a micro-batch is not part of the window.
 ///
-/// With `.drop_bad` each micro-batch is unscaled and checked separately, and then added to sums
-/// outside `.grad`. Each micro-batch is an iteration of the scaler: the scale may change in a
-/// window, and growth_interval counts micro-batches. The device decides which micro-batches to
-/// keep; with a disabled scaler all are kept. If the sum of the kept micro-batches is not finite,
-/// all are dropped. The host does not know which micro-batches were dropped. So a parameter that
-/// only dropped micro-batches have reached is stepped with a gradient of 0: its momentum and weight
-/// decay continue.
+/// With `.drop_bad`, the gradients of each micro-batch are unscaled and checked separately, and
+/// then added to sums outside `.grad`. Each micro-batch is an iteration of the scaler: the scale
+/// may change in a window, and growth_interval counts micro-batches. The device decides which
+/// micro-batches to keep; with a disabled scaler all are kept. If the sum of the kept micro-batches
+/// is not finite, all are dropped. The host does not know which micro-batches were dropped. So a
+/// parameter is also stepped if all of its gradients were dropped: its gradient is then 0, and
+/// momentum and weight decay continue.
 ///
-/// `.drop_bad` costs one fp32 sum per parameter (fp64 for fp64 parameters), and one synchronisation
-/// in the step unless the optimizer is a ScaledStep. Gradients must be dense. In a window,
-/// parameters may be added to the optimizer but not removed or reshaped. A call that fails leaves
-/// the window unchanged. The mean is over the kept micro-batches. So a program that ends windows by
-/// flush() may pass a number of `micro_batches` that no window reaches.
+/// `.drop_bad` needs memory for one fp32 sum of each parameter's size (fp64 for fp64 parameters).
+/// It costs one synchronisation in the step, unless the optimizer is a ScaledStep. Gradients must
+/// be dense. In a window, parameters may be added to the optimizer but not removed or reshaped. The
+/// sums are divided by the number of kept micro-batches, not by `micro_batches`. So a program may
+/// pass a large `micro_batches` and end each window by flush().
 class Accumulation {
  public:
   /// Steps `optimizer` once per `micro_batches` calls of backward(); dropped micro-batches count.
-  /// Error: fewer than 1.
+  /// Error: `micro_batches` below 1.
   Accumulation(GradScaler& scaler, torch::optim::Optimizer& optimizer, int64_t micro_batches,
                AccumulationOptions options = {})
       : scaler_(scaler),
@@ -118,12 +120,14 @@ class Accumulation {
   /// Warns if a window is open: call flush() or discard() first.
   ~Accumulation();
 
-  /// Sets a function that is called before the gradients are unscaled, once per step: call
-  /// MasterWeights::take_gradients() in it. The gradients are then the sums of all backward() calls
-  /// of the window, still scaled. With `.drop_bad` it is called after each backward(), with the
-  /// gradients of the micro-batch. Gradients of earlier micro-batches are already in the masters,
-  /// which add them in fp32. Exception: gradients under DistributedDataParallel::no_sync() are
-  /// still in the model.
+  /// Sets a function that is called before the gradients are unscaled: call
+  /// MasterWeights::take_gradients() in it. Without `.drop_bad` it is called once per step, with
+  /// the sums of all gradients of the window, still scaled. With `.drop_bad` it is called after
+  /// each backward(), with the scaled gradients of one micro-batch.
+  ///
+  /// With MasterWeights and without `.drop_bad`, backward() itself moves the gradients of all
+  /// micro-batches but the last to the masters, which add them in fp32. Exception: gradients under
+  /// DistributedDataParallel::no_sync() stay in the model until the step.
   void before_unscale(std::function<void()> call) { before_unscale_ = std::move(call); }
 
   /// Sets a function that is called before each step with the complete, unscaled gradients: clip
@@ -135,9 +139,9 @@ class Accumulation {
   /// is already scaled or does not require grad; a window whose step has failed; gradients that
   /// were cleared since the last call, or that the scaler has unscaled or stepped with.
   ///
-  /// With `.drop_bad` the gradients are cleared before and after each call; before the call, the
-  /// gradients of a model under MasterWeights are also cleared. If update() throws at a limit of
-  /// the scaler, the micro-batch is not counted and the scaler is unchanged.
+  /// With `.drop_bad`, each call clears the gradients at its start and at its end. At its start it
+  /// also clears the gradients of a model under MasterWeights. If update() throws at a limit of the
+  /// scaler, the micro-batch is not counted and the scaler is unchanged.
   std::optional<AccumulationResult> backward(const at::Tensor& loss);
 
   /// Steps with an incomplete window, at the end of an epoch. Without `.drop_bad`, the sum of its
@@ -145,10 +149,11 @@ class Accumulation {
   /// an error of the step, flush() tries the step again. If update() throws at a limit of the
   /// scaler, the step was skipped and the window is dropped.
   ///
-  /// Sends gradients that were computed under ShardedMasterWeights::no_sync(); then all processes
-  /// must call it. Gradients in DistributedDataParallel::no_sync() are not sent: call
-  /// sync_gradients() in before_unscale(). Error with `.drop_bad` and without a before_step(): the
-  /// program has clipped since the window's first micro-batch, when there were no gradients.
+  /// If gradients were computed under ShardedMasterWeights::no_sync(), flush() sends them, so all
+  /// processes must call it. It does not send gradients in DistributedDataParallel::no_sync(): call
+  /// sync_gradients() in before_unscale(). With `.drop_bad`, a clip outside of before_step() finds
+  /// no gradients. If the program has clipped in this way in the window, and before_step() is not
+  /// set, the step throws.
   std::optional<AccumulationResult> flush();
 
   /// Drops an incomplete window, or a window whose step has failed, and begins a new window. Clears

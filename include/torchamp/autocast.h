@@ -32,11 +32,12 @@ struct AutocastOptions {
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// False: no casts in this region, even inside another region.
   bool enabled = true;
-  /// Whether casts of fp32 weights are cached until the outermost guard ends. Unset: inherited. All
-  /// threads share LibTorch's cache, which does not distinguish dtypes. Pass false if one thread
-  /// uses a weight in fp16 while another thread uses the same weight in bf16. The cache also holds
-  /// casts of leaves that are already destroyed. In a long region that creates many leaves, choose
-  /// WeightCache::region (weight_cache.h), whose memory is bounded.
+  /// Whether casts of fp32 weights are cached until the outermost guard ends. Unset: inherited; in
+  /// the outermost guard LibTorch's flag, which is true by default. All threads share LibTorch's
+  /// cache, which does not distinguish dtypes. Pass false if one thread uses a weight in fp16 while
+  /// another thread uses the same weight in bf16. The cache also holds casts of leaves that are
+  /// already destroyed. In a long region that creates many leaves, choose WeightCache::region
+  /// (weight_cache.h), whose memory is bounded.
   std::optional<bool> cache_enabled = std::nullopt;
   /// Unset: the policy of the enclosing guard; in the outermost guard Policy::standard().
   std::optional<Policy> policy = std::nullopt;
@@ -58,39 +59,41 @@ struct AutocastOptions {
 ///     loss.backward();
 ///
 /// Construction switches autocast for `device` on (or off) and sets dtype, cache flag and policy.
-/// Destruction restores the state at construction, even after an exception or calls of
+/// Destruction restores the state from before construction, even after an exception or calls of
 /// at::autocast. The end of the outermost guard drops the cached casts of weights. Regions nest, on
 /// one device or several. A guard warns if it ends before a guard that was created later.
 ///
-/// Threads: the state is thread-local. It follows LibTorch's own autocast state to autograd's
-/// workers, at::launch and at::wrapPropagateTLSState, and nowhere else. The thread that creates a
-/// guard must destroy it. If another thread destroys it, the guard warns and leaves all state
-/// unchanged. The first guard with a new policy registers kernels with LibTorch's dispatcher:
-/// create it before you start threads that run ops under autocast.
+/// Threads: the state is thread-local. LibTorch copies it, with its own autocast state, to
+/// autograd's workers and to the threads of at::launch and at::wrapPropagateTLSState. Other threads
+/// do not get it: see AutocastState. The thread that creates a guard must destroy it. If another
+/// thread destroys it, the guard warns and leaves all state unchanged. The first guard with a new
+/// policy registers kernels with LibTorch's dispatcher: create it before you start threads that run
+/// ops under autocast.
 ///
 /// The environment variable TORCHAMP_POLICY overrides all guards; the first guard reads it. Its
-/// values are `off`, `standard`, `torch` and `file:PATH`. The file is one that to_text() or
-/// save_policy() has written. Rules for modules in it are ignored, and an fp8 rule in it is an
-/// error. `file:` needs torchamp/policy_text.h in one source file. Never synchronises.
+/// values are `off`, `standard`, `torch` and `file:PATH`. The file has the format of to_text() and
+/// save_policy(). Rules for modules in it are ignored, and an fp8 rule in it is an error. `file:`
+/// needs torchamp/policy_text.h in one source file. Never synchronises.
 ///
-/// Like torch.autocast, a guard warns once per program and casts nothing if the device is missing
-/// (CUDA without a CUDA device, MPS in a LibTorch built without MPS), or if the device's autocast
-/// does not support the dtype (fp32 on a CPU). Errors, without a change of state: a device type
-/// without autocast; a dtype that is not floating-point, even with {.enabled = false}. Source:
-/// torch/amp/autocast_mode.py.
+/// If the device is missing (CUDA without a CUDA device, MPS in a LibTorch built without MPS), a
+/// guard warns once per program and casts nothing, like torch.autocast. The same happens if the
+/// device's autocast does not support the dtype (fp32 on a CPU). Errors, without a change of state:
+/// a device type without autocast; a dtype that is not floating-point, even with {.enabled =
+/// false}. Source: torch/amp/autocast_mode.py.
 class AutocastGuard {
  public:
   /// Begins a region for all devices of this type, to the end of the guard's scope.
   [[nodiscard]] explicit AutocastGuard(at::DeviceType device, const AutocastOptions& options = {})
       : region_(device, options) {}
 
-  /// Begins a region with this dtype, like {.dtype = dtype}. This is a template, so that `{}` means
-  /// the options.
+  /// Begins a region with this dtype, like {.dtype = dtype}. The constructor is a template, so that
+  /// `AutocastGuard guard(device, {})` calls the constructor with options.
   template <std::same_as<at::ScalarType> Dtype>
   [[nodiscard]] AutocastGuard(at::DeviceType device, Dtype dtype)
       : AutocastGuard(device, AutocastOptions{.dtype = dtype}) {}
 
-  /// Begins a region with this dtype and these options. Their own dtype must be unset or equal.
+  /// Begins a region with this dtype and these options. Error: `options.dtype` is set to another
+  /// dtype.
   template <std::same_as<at::ScalarType> Dtype>
   [[nodiscard]] AutocastGuard(at::DeviceType device, Dtype dtype, AutocastOptions options)
       : AutocastGuard(device, with(dtype, std::move(options))) {}

@@ -70,9 +70,9 @@ class AutocastState {
     return state;
   }
 
-  /// Whether autocast was on for this type of device.
+  /// Whether autocast was on for this type of device. Error: a device type without autocast.
   bool is_enabled(at::DeviceType device) const { return at(device).enabled; }
-  /// The dtype that ops were cast to on this type of device.
+  /// The dtype that ops were cast to on this type of device. Error: a device type without autocast.
   at::ScalarType dtype(at::DeviceType device) const { return at(device).dtype; }
   /// Whether autocast was on for the type of `device`.
   bool is_enabled(at::Device device) const { return is_enabled(device.type()); }
@@ -100,7 +100,8 @@ class AutocastState {
 
 /// A region of the calling thread under a captured AutocastState. Destruction restores the previous
 /// state. The end of the outermost region drops the cached casts of weights, as with an
-/// AutocastGuard. If another thread destroys the guard, it warns and leaves all state unchanged.
+/// AutocastGuard. If another thread destroys the guard, the guard warns and leaves all state
+/// unchanged.
 class AutocastStateGuard {
  public:
   /// Sets `state` on the calling thread.

@@ -54,13 +54,15 @@ class EmptyCastCache {
 
 /// How long casts of weights to 16 bits are cached (AutocastOptions::cache).
 ///
-/// `none` and `libtorch` are torch.autocast's `cache_enabled`. LibTorch's cache identifies a weight
-/// by its tensor object alone, and holds one cast of the weight, in one autograd graph.
-/// `region`, `window` and `kept` are torchamp's own cache, which casts a weight again after the
-/// weight has changed: see torchamp/weight_cache.h. If no source file includes that header, a guard
-/// with `window` or `kept` throws, and `region` is the same as `libtorch`.
+/// `none` and `libtorch` are `cache_enabled=False` and `cache_enabled=True` of torch.autocast.
+/// LibTorch's cache identifies a weight by its tensor object alone, and holds one cast of the
+/// weight, in one autograd graph. `region`, `window` and `kept` are torchamp's own cache, which
+/// casts a weight again after the weight has changed: see torchamp/weight_cache.h. If no source
+/// file includes that header, a guard with `window` or `kept` throws, and `region` is the same as
+/// `libtorch`.
 ///
-/// After writes that LibTorch does not count, call weights_changed().
+/// LibTorch counts most writes to a tensor in the tensor's version. After other writes to weights,
+/// call weights_changed(), whose comment lists them.
 class WeightCache {
  public:
   /// No cache.
@@ -72,7 +74,7 @@ class WeightCache {
   /// torchamp's cache, until a step of a GradScaler or of a fused optimizer: for the micro-batches
   /// of an accumulation.
   static const WeightCache window;
-  /// torchamp's cache, until the weight is destroyed, or clear_weight_cache().
+  /// torchamp's cache, until the weight is destroyed or clear_weight_cache() is called.
   static const WeightCache kept;
 
   /// Equal if they cache casts for the same time, in the same cache.
@@ -101,17 +103,19 @@ inline constexpr WeightCache WeightCache::window{detail::WeightKeep::Until::weig
 inline constexpr WeightCache WeightCache::kept{detail::WeightKeep::Until::dropped,
                                                &detail::registered_weight_casts};
 
-/// Drops all cached casts of weights, in LibTorch's cache and in torchamp's own. Call it if you
-/// write to a weight inside a region through a pointer, by set_data() or by a custom op: otherwise
-/// LibTorch's cache returns the cast of the old values. Steps of optimizers and LibTorch's ops in
-/// place need no call. All threads share the caches; any thread may call this at any time.
+/// Drops all cached casts of weights, in LibTorch's cache and in torchamp's own. If you write to a
+/// weight inside a region through a pointer, by set_data() or by a custom op, call this function or
+/// weights_changed(): otherwise LibTorch's cache returns the cast of the old values. Steps of
+/// optimizers and LibTorch's ops in place need no call. All threads share the caches; any thread
+/// may call this at any time. Never synchronises.
 inline void clear_weight_cache() {
   at::autocast::clear_cache();
   if (auto* const kept = detail::kept_weights()) kept->clear();
 }
 
-/// Marks the casts of all weights as stale. If torchamp's own cache is in use, call this after
-/// writes that LibTorch does not count:
+/// Clears LibTorch's cache, and marks all casts in torchamp's own cache as stale: the next use of a
+/// weight casts it again. If torchamp's own cache is in use, call this function after writes that
+/// LibTorch does not count:
 ///  - outside of regions, through `.data()`, as LibTorch's own SGD does in steps without a
 ///    GradScaler;
 ///  - through a pointer;
@@ -127,7 +131,8 @@ inline void weights_changed() {
   if (auto* const kept = detail::kept_weights()) kept->all_changed();
 }
 
-/// The same for these weights, and all that shares their memory.
+/// Clears LibTorch's cache. In torchamp's own cache, marks the casts of `weights`, and of all
+/// tensors that share memory with them, as stale. Any thread; never synchronises.
 inline void weights_changed(at::TensorList weights) {
   at::autocast::clear_cache();
   if (auto* const kept = detail::kept_weights()) kept->changed(weights);

@@ -32,9 +32,10 @@
 /// functions synchronises. Exception: if some gradients are on the host and others on a device, the
 /// host waits for the norm. The number of calls of ATen's kernels does not grow with the number of
 /// gradients. Parameters without a gradient are ignored; a parameter that is passed twice counts
-/// once. If the gradients of two parameters share memory, a clone replaces one of them, and the
-/// norm counts both. For shards of ShardedMasterWeights all processes call these functions
-/// together, and the norm includes the shards of all processes.
+/// once. If the gradients of two parameters share memory, these functions replace one of them by a
+/// clone, and the norm counts both. For shards of ShardedMasterWeights all processes call these
+/// functions together, and the norm includes the shards of all processes; a norm_type of 0 is then
+/// an error.
 ///
 /// With a GradScaler, gradients are clipped as if they had never been scaled. Either unscale first
 /// and then clip,
@@ -192,14 +193,15 @@ inline void check_before_step(const char* call, const GradScaler& scaler,
 }  // namespace detail
 
 /// Multiplies the gradients of `params` (a vector, a list in braces, or one tensor) in place by
-/// min(1, max_norm / (norm + 1e-6)), with the `norm_type`-norm of all gradients as one vector (2.,
-/// 1., infinity, any other number; 0. counts the gradients that are not all zero, like PyTorch).
+/// min(1, max_norm / (norm + 1e-6)). `norm` is the `norm_type`-norm of all gradients as one vector.
+/// `norm_type` is any number or infinity. With 0., the norm is the number of gradients that are not
+/// all zero, like in PyTorch.
 ///
 /// Returns the norm before clipping: a 0-dim tensor on the first gradient's device, in fp64 if a
 /// gradient is fp64, otherwise in fp32; 0 without gradients. If the norm is inf or NaN, the
 /// gradients become inf, NaN or 0, like in PyTorch. An infinite max_norm measures and never changes
-/// a gradient. Errors: a negative max_norm; gradients that are neither strided nor sparse COO;
-/// expanded gradients.
+/// a gradient. Errors: a max_norm that is negative or NaN; gradients that are neither strided nor
+/// sparse COO; expanded gradients.
 inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double norm_type = 2.) {
   detail::check_limit("clip_grad_norm_: max_norm", max_norm);
   const detail::InternalOps internal;
@@ -214,8 +216,8 @@ inline at::Tensor clip_grad_norm_(at::TensorList params, double max_norm, double
 }
 
 /// Clips the unscaled gradients of all parameters of `optimizer` to a norm of at most `max_norm`;
-/// returns the norm before. See clip_grad_norm_(params, max_norm). A FusedOptimizer's gradients
-/// stay unchanged; its next step clips.
+/// returns the norm before clipping. See clip_grad_norm_(params, max_norm). A FusedOptimizer's
+/// gradients stay unchanged; its next step clips.
 inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max_norm,
                                   double norm_type = 2.) {
   detail::check_limit("clip_grad_norm_: max_norm", max_norm);
@@ -227,8 +229,8 @@ inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max
 /// Clips gradients that `scaler` has scaled, as if they had never been scaled. Call it between
 /// backward() and scaler.step(optimizer); between step() and update() it is an error. It unscales
 /// the gradients first (GradScaler::unscale_). A FusedOptimizer's step does both instead: it
-/// divides by the scale and clips. Returns the norm of the unscaled gradients; it is exact for each
-/// scale at which no gradient is inf.
+/// divides by the scale and clips. Returns the norm of the unscaled gradients. The norm does not
+/// depend on the scale, unless a scaled gradient is an inf: sums of squares do not overflow.
 inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                                   double max_norm, double norm_type = 2.) {
   detail::check_limit("clip_grad_norm_: max_norm", max_norm);
@@ -258,8 +260,9 @@ inline void clip_grad_value_(at::TensorList params, double value) {
   detail::ClipCalls::note(params);
 }
 
-/// Clamps the unscaled gradients of all parameters of `optimizer` to [-value, value]. If a clip by
-/// clip_grad_norm_ is still pending for the next step, it is applied first.
+/// Clamps the unscaled gradients of all parameters of `optimizer` to [-value, value]. If the next
+/// step would apply an earlier clip_grad_norm_, this function first applies that clip to the
+/// gradients.
 inline void clip_grad_value_(torch::optim::Optimizer& optimizer, double value) {
   detail::check_limit("clip_grad_value_: the value", value);
   const detail::InternalOps internal;

@@ -202,9 +202,13 @@ class ClosureStep {
 /// gradients of an evaluation are not finite, the step is skipped and the parameters are restored.
 /// If the closure or the optimizer throws, the parameters are also restored. In both cases an
 /// optimizer that has already evaluated the loss several times may have changed its own state.
-/// Synchronises once per evaluation. Like GradScaler::step, call it once per optimizer between two
-/// calls of update(); the result is the same type. With a disabled scaler it is the optimizer's own
-/// step.
+/// Synchronises once per evaluation. Call it once per optimizer between two calls of update(), like
+/// GradScaler::step.
+///
+/// With a disabled scaler, this function only clears the gradients and runs backward for each
+/// evaluation; it neither checks the gradients nor restores the parameters, and does not
+/// synchronise. Errors: an empty closure; a closure that returns no loss of one element, or a loss
+/// that does not require grad; a call after unscale_ or step in the same iteration.
 inline StepResult step(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                        const torch::optim::Optimizer::LossClosure& closure) {
   return detail::ClosureStep(scaler, optimizer, closure).step();

@@ -40,21 +40,21 @@ struct CudaGraphOptions {
   using Graph = CudaGraph;  ///< the class of these options
 
   /// Number of iterations that run eagerly before the capture; at least 1. They create the scale,
-  /// the optimizer's state and workspaces. In the last of them, calls that synchronise are
-  /// detected.
+  /// the optimizer's state and workspaces. In the last of them, the CudaGraph detects calls that
+  /// synchronise: an error, unless when_possible is set.
   int64_t warmup = 3;
   /// False: each call runs the iteration eagerly, on any device.
   bool enabled = true;
   /// The models that the body calls: modules, pointers to modules, or holders. The iteration is
-  /// captured again after train() or eval() of one of them or of a part of one, and if a weight or
-  /// buffer gets other memory (set_data()) or another requires_grad. A TrainingStep adds its own
-  /// model. Changes of other models, and replaced modules, are not detected.
+  /// captured again after train() or eval() of a module in these models. It is also captured again
+  /// if a weight or buffer gets other memory (set_data()) or another requires_grad. A TrainingStep
+  /// adds its own model. Changes of other models, and replaced modules, are not detected.
   std::vector<detail::Model> models = {};
   /// Maximum number of graphs. Each combination of the inputs' shapes and dtypes has its own graph
-  /// and its own warm-ups; all graphs share their memory. If the maximum is reached, a new
-  /// combination replaces a graph that was not called during the new combination's warm-ups; if all
-  /// graphs were called, the new combination runs eagerly. With 1, another shape is an error,
-  /// unless when_possible is set.
+  /// and its own warm-ups; all graphs share their memory. At the maximum, a new combination first
+  /// warms up. If the least recently called graph was not called during these warm-ups, the new
+  /// graph then replaces it. Otherwise the new combination runs eagerly. With 1, another shape is
+  /// an error, unless when_possible is set.
   int64_t shapes = 1;
   /// True: iterations that cannot be captured run eagerly (an ordinary optimizer, a body that reads
   /// the device, inputs that require grad, a device without graphs, …), and one warning names the
@@ -92,15 +92,20 @@ struct CudaGraphOptions {
 /// fp32. The scale of a GradScaler may be set at any time; its factors and intervals are frozen at
 /// capture (a TrainingStep captures again if they change).
 ///
-/// The next call runs eagerly, and the call after it captures again, after any of these: another
-/// change of an optimizer's options or state; a step with gradients of other parameters, eager or
-/// in another graph; train(), eval(), other memory or another requires_grad in one of `models`.
+/// After certain changes, the next call runs eagerly, and the call after it captures again:
+///  - an optimizer's options or state have changed, except for learning rates;
+///  - an optimizer has stepped with gradients of other parameters, eagerly or in another graph;
+///  - train() or eval() was called, or a weight or buffer has other memory or another
+///    requires_grad, in one of `models`.
 ///
 /// All other values that the body reads from the host are frozen at capture, and so are LibTorch's
-/// settings, for example TF32. If ops, numbers or tensors of the capture differ from the last
-/// warm-up (with two or more warm-ups), it warns once. If a graph reads memory that was freed since
-/// its capture, it is captured again; if this happens a second time, it is an error. With
-/// `when_possible` the iteration runs eagerly in both cases.
+/// settings, for example TF32. If there are two or more warm-ups, the CudaGraph compares the ops,
+/// numbers and tensors of the capture with the last warm-up. If they differ, it warns once; with
+/// `when_possible`, the iteration then runs eagerly.
+///
+/// If a graph reads memory that was freed since its capture, the iteration is captured again. If
+/// this happens a second time, the call throws; with `when_possible`, the iteration then runs
+/// eagerly.
 ///
 /// `optimizers` are the optimizers that the body steps; they must take scale and overflow flag on
 /// the device, as torchamp's fused optimizers do. Create the guard inside the body. Random numbers
@@ -123,7 +128,8 @@ struct CudaGraphOptions {
 ///    preserves the random state.
 ///  - In the last warm-up, which still trains as usual: a body that synchronises or draws random
 ///    numbers on the host (the error names the op).
-///  - In any call: inputs that do not fit. Nothing is changed.
+///  - In any call: inputs that are undefined, not strided or on another device, or that require
+///    grad, or whose shapes and dtypes `shapes` does not allow. Nothing is changed.
 ///  - A capture that fails (if memory runs out, with c10::OutOfMemoryError). Weights, optimizer and
 ///    scale are unchanged, and the next call captures again. After an error between unscale_ and
 ///    update, first call GradScaler::discard().

@@ -165,7 +165,7 @@ decltype(auto) as_input(Input&& input) {
 ///     torch::Tensor y = Exp::apply(x);
 ///
 /// The whole state is saved (all device types, the cache flag, the policy), in ctx->saved_data
-/// under "torchamp.state".
+/// under "torchamp.state". Error in backward(): the program has removed this entry.
 ///
 /// With a second argument, `AutocastFunction<Exp, torch::kFloat>`, the function gets its inputs in
 /// that dtype and runs without autocast. In a region, floating-point tensors other than fp64 on a
@@ -173,9 +173,9 @@ decltype(auto) as_input(Input&& input) {
 /// Outside a region nothing is cast. Casts apply to inputs of type at::Tensor,
 /// std::optional<at::Tensor>, at::TensorList and std::vector<at::Tensor>.
 ///
-/// Two differences from torch.amp: the cast is part of the graph, so a double backward reaches the
-/// inputs through tensors that forward saved. And forward must not write in place to a cast input
-/// or to a view of it: this is an error, because the caller's tensor would not change.
+/// There are two differences from torch.amp. The cast is part of the graph, so a double backward
+/// reaches the inputs through tensors that forward saved. If forward writes in place to a cast
+/// input or to a view of it, apply() throws, because the caller's tensor would not change.
 ///
 /// Threads: like torch::autograd::Function. Never synchronises. Source: torch/amp/autocast_mode.py.
 template <class T, at::ScalarType cast_inputs = at::ScalarType::Undefined>

@@ -104,9 +104,10 @@ class StepResult {
 /// In its first iterations a scaler warns of calls in an order that trains wrongly: see
 /// GradScalerOptions::check_order.
 ///
-/// Errors are c10::Error; a call that fails leaves the scaler unchanged. Exception: if on_limit or
-/// the program's handler of warnings throws, the update() or the step() without gradients is
-/// already complete. One thread at a time.
+/// Errors are c10::Error; a call that fails leaves the scaler unchanged. Exception: update() calls
+/// on_limit and the program's handler of warnings at its end, and a step() without gradients calls
+/// the handler at its end. If such a function throws, the call is already complete. One thread at a
+/// time.
 class GradScaler {
  public:
   /// Checks the options; an error names the option that is out of range. The first scale() creates
@@ -123,10 +124,10 @@ class GradScaler {
 
   /// Returns `outputs` (usually the loss) times the scale. The scale is created on the device of
   /// the first tensor: pass a tensor on the parameters' device. If the scale is on the host and the
-  /// gradients are on a device, each check has to wait. An fp16 or bf16 scalar is returned in fp32,
-  /// which can hold the product; other shapes keep their dtype. If the scale is fixed at 1
-  /// (skip_non_finite()), `outputs` is returned unchanged. Error: a loss that this scaler has
-  /// already scaled.
+  /// gradients are on a device, the host waits for the device at each check. An fp16 or bf16 scalar
+  /// is returned in fp32, which can hold the product; other shapes keep their dtype. If the scale
+  /// is fixed at 1 (skip_non_finite()), `outputs` is returned unchanged. Error: a loss that this
+  /// scaler has already scaled.
   at::Tensor scale(const at::Tensor& outputs);
 
   /// Returns each of several outputs, which may be on different devices, times the scale. See
@@ -137,8 +138,9 @@ class GradScaler {
   /// can clip or inspect them. step() then does not divide again. Call it once per optimizer
   /// between two calls of update(), after the last backward(): gradients added later stay scaled.
   /// If gradients of two parameters share memory, unscale_ and step() first replace one of them by
-  /// a clone. Errors: fp16 gradients (before any is changed); a second call; a call after step(); a
-  /// gradient that unscale_ or step has already divided for another optimizer in this iteration.
+  /// a clone. Errors, before any gradient is changed: nothing was scaled yet; fp16 gradients,
+  /// unless the scale is fixed at 1; a second call; a call after step(); a gradient that unscale_
+  /// or step has already divided for another optimizer in this iteration.
   void unscale_(torch::optim::Optimizer& optimizer);
 
   /// Unscales the gradients, unless unscale_ has done so, and calls `optimizer.step()` if all
@@ -147,11 +149,13 @@ class GradScaler {
   /// does the result. If `optimizer.step()` throws, step() may be called again. In a region,
   /// later ops use the new weights.
   ///
-  /// Errors: LBFGS, which needs a closure (step() in closure_step.h). A gradient that unscale_ or
-  /// step has already divided for another optimizer in this iteration. After unscale_: the
-  /// optimizer has gradients, but unscale_ found none; MasterWeights::take_gradients() has made
-  /// gradients since; a parameter that was added to the optimizer since has a gradient; backward()
-  /// of a scaled loss has added to the gradients since.
+  /// Errors: nothing was scaled yet; a second call before update(); LBFGS, which needs a closure
+  /// (step() in closure_step.h); a gradient that unscale_ or step has already divided for another
+  /// optimizer in this iteration. If the program has called unscale_, there are further errors:
+  ///  - unscale_ found no gradient, but the optimizer has gradients now;
+  ///  - MasterWeights::take_gradients() has made gradients after unscale_;
+  ///  - a parameter that was added to the optimizer after unscale_ has a gradient;
+  ///  - backward() of a scaled loss has added to the gradients after unscale_.
   StepResult step(torch::optim::Optimizer& optimizer);
 
   /// Clears the scaler's records of `optimizer` in this iteration: its gradients count as neither
@@ -161,18 +165,21 @@ class GradScaler {
 
   /// Ends an iteration. If the gradients of any optimizer held an inf or a NaN, the scale backs
   /// off. After growth_interval consecutive good iterations, the scale grows. Error: no optimizer
-  /// was stepped or unscaled in this iteration. Throws at a limit that is set to throw. Warns once
-  /// in a scaler's life, after 100 consecutive bad iterations; if only the device has the overflow
-  /// flags, the warning comes up to 32 iterations later.
+  /// was stepped or unscaled in this iteration. If a limit is met whose option is
+  /// AtLimit::throw_error, update() throws. Warns once in a scaler's life, after 100 consecutive
+  /// bad iterations; if only the device has the overflow flags, the warning comes up to 32
+  /// iterations later.
   void update();
 
   /// Ends an iteration and sets the scale, even if a gradient held an inf or a NaN; growth_tracker
-  /// is unchanged.
+  /// is unchanged. Errors: a scale outside of min_scale and max_scale; nothing was scaled yet.
   void update(double new_scale);
 
-  /// Ends an iteration and sets the scale to the only element of `new_scale`, a tensor on the
-  /// scale's type of device. In host memory the value is checked against the limits; on a device it
-  /// is not read, and a value outside the limits becomes the nearest limit.
+  /// Ends an iteration and sets the scale to the only element of `new_scale`. In host memory, a
+  /// value outside of min_scale and max_scale is an error. On a device the value is not read: a
+  /// value outside the limits becomes the nearest limit, and a NaN becomes min_scale. Errors: a
+  /// tensor on another type of device than the scale; more than one element; a complex number;
+  /// requires_grad.
   void update(const at::Tensor& new_scale);
 
   /// The scale; 1 if disabled. Synchronises only if the value is on the device alone, that is,
@@ -200,15 +207,18 @@ class GradScaler {
 
   /// The factor by which the scale grows.
   double get_growth_factor() const { return options().growth_factor; }
-  /// Sets it, from the next update() on. Error: a factor that is not above 1.
+  /// Sets the growth factor, from the next update() on. Error: a factor that is not finite and
+  /// above 1.
   void set_growth_factor(double factor) { scale_.set_growth_factor(factor); }
   /// The factor by which the scale backs off.
   double get_backoff_factor() const { return options().backoff_factor; }
-  /// Sets it, from the next update() on. Error: a factor that is not between 0 and 1.
+  /// Sets the backoff factor, from the next update() on. Error: a factor that is not between 0 and
+  /// 1.
   void set_backoff_factor(double factor) { scale_.set_backoff_factor(factor); }
   /// Number of consecutive good iterations after which the scale grows.
   int64_t get_growth_interval() const { return options().growth_interval; }
-  /// Sets it. If more good iterations have already passed, the scale grows after the next one.
+  /// Sets the growth interval. If more good iterations have already passed, the scale grows after
+  /// the next good iteration. Error: an interval that is not between 1 and 2^31 - 1.
   void set_growth_interval(int64_t interval) { scale_.set_growth_interval(interval); }
   /// False if the scaler was created with `.enabled = false`.
   bool is_enabled() const { return options().enabled; }
@@ -220,9 +230,9 @@ class GradScaler {
   GradScalerState state_dict() const;
 
   /// Loads all of `state`. If a value is out of range or the state is empty, throws and loads
-  /// nothing. The state of options beyond torch.amp's is reset. Does nothing if disabled. Call it
-  /// between iterations: present gradients have the old scale, and step() would divide by the new
-  /// scale.
+  /// nothing. Counts that torch.amp does not have (of hysteresis and of consecutive bad iterations)
+  /// are reset. Does nothing if disabled. Call it between iterations: present gradients have the
+  /// old scale, and step() would divide by the new scale.
   void load_state_dict(const GradScalerState& state);
 
   /// For torch::save(scaler, path): writes the state, including the state of options beyond

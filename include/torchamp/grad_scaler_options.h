@@ -30,8 +30,8 @@ enum class AtLimit {
 /// iteration.
 struct CheckOrder {
   /// The number of iterations that are checked, from the first on. Skipped iterations are checked
-  /// and do not count, except if only a device holds the result. Checked iterations are slower: the
-  /// scaler compares weights and gradients, without waiting for a device. 0: none.
+  /// but do not count. If only a device holds the result, each iteration counts. Checked iterations
+  /// are slower: the scaler compares weights and gradients, without waiting for a device. 0: none.
   int64_t first_iterations = 3;
 };
 
@@ -78,9 +78,10 @@ struct GradScalerOptions {
   /// What happens when the scale is at min_scale and cannot back off.
   AtLimit at_min_scale = AtLimit::warn;
 
-  /// The scale backs off at the overflow with this number, and at each later overflow until the
-  /// scale has grown. 1: at every overflow. Only growth of the scale resets the count. Above some
-  /// 100,000 the count is approximate if only the device has the scale.
+  /// The number of bad iterations until the scale backs off. 1: it backs off after every bad
+  /// iteration. With n, it does not back off after the first n - 1 bad iterations, but after each
+  /// later bad iteration, until the scale grows. Only growth of the scale resets the count. If only
+  /// the device has the scale, a count above some 100,000 is approximate.
   int64_t hysteresis = 1;
 
   /// The value of growth_tracker initially and after a bad iteration; 0 or below (DeepSpeed: -1).
@@ -144,8 +145,9 @@ struct GradScalerOptions {
     return {.init_scale = 0x1p15, .min_scale = 0x1p-13, .at_min_scale = AtLimit::throw_error};
   }
 
-  /// For bf16 and fp32: the scale stays 1; steps with an inf or a NaN are skipped. Loading another
-  /// scaler's state loads its scale; update(1.) resets it.
+  /// For bf16 and fp32: the scale stays 1; steps with an inf or a NaN are skipped. If the program
+  /// loads another scaler's state, the scale becomes that scaler's scale; update(1.) sets it to 1
+  /// again.
   static GradScalerOptions skip_non_finite() { return {.init_scale = 1., .dynamic = false}; }
 
   /// A scale that only update(new_scale) changes.

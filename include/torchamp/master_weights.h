@@ -114,7 +114,8 @@ struct MasterWeightsOptions {
   /// fp16 or bf16.
   at::ScalarType dtype = at::kHalf;
 
-  /// Parameters, or modules with everything in them, that stay fp32: `{"head", "embed.weight"}`.
+  /// Names of parameters that stay fp32, or of modules whose parameters all stay fp32:
+  /// `{"head", "embed.weight"}`.
   std::vector<std::string> keep_fp32 = {};
 
   /// Whether normalisation layers stay fp32: modules whose type is named …Norm, …Norm1d, 2d or 3d
@@ -124,10 +125,10 @@ struct MasterWeightsOptions {
   /// How masters are stored; see MasterWeights.
   MasterStorage storage = MasterStorage::full;
 
-  /// Whether backward adds each 16-bit gradient to the masters' gradients, in fp32, and frees it at
-  /// once: take_gradients() is not needed, micro-batches accumulate in fp32, and the model's
-  /// gradients take no memory. DistributedDataParallel averages them in fp32, or in its
-  /// reduce_dtype.
+  /// True: backward adds each 16-bit gradient to the masters' gradients, in fp32, and frees it at
+  /// once. Then take_gradients() is not needed, micro-batches accumulate in fp32, and the model's
+  /// gradients take no memory. DistributedDataParallel averages the masters' gradients in fp32, or
+  /// in its reduce_dtype.
   bool main_gradients = false;
 };
 
@@ -151,7 +152,7 @@ struct MasterWeightsOptions {
 /// Run forward under an AutocastGuard of the same dtype: it casts between 16-bit and fp32 layers.
 /// First move the model to its device, then create this object, then the optimizer and other
 /// objects that refer to the model's parameters. Buffers, and parameters that are not fp32, fp16 or
-/// bf16, are unchanged. A parameter that does not require grad has no master.
+/// bf16, are unchanged. A parameter that does not require grad is cast, but has no master.
 ///
 /// With `.storage = MasterStorage::split` (bf16 only) the model's weight is the upper half of its
 /// master, rounded (ties away from zero), and the lower 16 bits are stored separately. parameters()
@@ -161,10 +162,13 @@ struct MasterWeightsOptions {
 /// that is cloned, moved or cast later has rounded weights and no masters.
 ///
 /// Split masters allow only fused optimizers. With any other optimizer, GradScaler::step and
-/// unscale_ throw; without a scaler, copy_to_model() or the next take_gradients() throws. Writing
-/// to the weights is also an error. LibTorch's SGD is detected by its call of the weights' data().
-/// So if the program itself calls data() after take_gradients() and then drops the gradients
-/// without a step, it must drop them by zero_grad() of this class or of the fused optimizer.
+/// unscale_ throw; without a scaler, copy_to_model() or the next take_gradients() throws. If the
+/// program writes to a split weight, the next take_gradients(), step or copy_to_model() throws.
+///
+/// LibTorch's SGD writes to weights through data(), which LibTorch does not count. So, if data() or
+/// detach() of a split weight is called between take_gradients() and a fused step, copy_to_model()
+/// or the next take_gradients() throws. To drop gradients without a step, call zero_grad() of this
+/// class or of the fused optimizer.
 ///
 /// With `.main_gradients` backward() does the work of take_gradients(), one gradient at a time,
 /// with the same errors. The program's own hook on a weight still gets the 16-bit gradient.
@@ -199,17 +203,18 @@ class MasterWeights final : public detail::MastersOfModel {
   inline std::vector<std::pair<std::string, at::Tensor>> named_parameters() const override;
 
   /// After backward(): adds the model's 16-bit gradients to the masters' gradients, in fp32, and
-  /// frees them. Call it before GradScaler::unscale_; with an Accumulation, in before_unscale(). If
-  /// you call it after each micro-batch, gradients accumulate in fp32 (an Accumulation does this
-  /// itself). If you call it once after several micro-batches, they accumulate in 16 bits. With
-  /// DistributedDataParallel::no_sync(), call it once, after the last micro-batch: only the model's
-  /// gradients are averaged. Does nothing with `.main_gradients`.
+  /// frees them. Call it before GradScaler::unscale_. If you call it after each micro-batch,
+  /// gradients accumulate in fp32. If you call it once after several micro-batches, they accumulate
+  /// in 16 bits. With an Accumulation, call it in before_unscale(); the Accumulation itself takes
+  /// the gradients of earlier micro-batches. With DistributedDataParallel::no_sync(), call it once,
+  /// after the last micro-batch: only the model's gradients are averaged. Does nothing with
+  /// `.main_gradients`.
   ///
   /// Takes two passes over all parameters (one if the masters have no gradients yet). Error: the
   /// optimizer has changed the masters since the last copy_to_model(). (LibTorch's own SGD writes
-  /// without changing versions, so its steps are detected only if a GradScaler took them.) Warns
-  /// once if a fused optimizer's zero_grad() was called between two backward passes with these
-  /// gradients.
+  /// without changing versions, so its steps are detected only if a GradScaler took them.) If a
+  /// fused optimizer's zero_grad() was called while the model had gradients, and backward() has
+  /// then added to them, it warns once: call zero_grad() of this class instead.
   inline void take_gradients() override;
 
   /// Clears the gradients of the model and of parameters(). Call it before backward(), instead of
@@ -219,11 +224,13 @@ class MasterWeights final : public detail::MastersOfModel {
 
   /// After the optimizer's step, taken or skipped: copies the masters to the model, rounded to 16
   /// bits. One pass over all parameters per device; not needed for split masters. Error, before
-  /// anything is changed: take_gradients() was forgotten. (The model has gradients, but since the
-  /// last call no gradients were taken and full masters did not change.) Values that the program
-  /// has written to the model's weights since the last call are lost, with one warning. There is no
-  /// warning for a weight that was written twice: a program may write averages and then restore the
-  /// weights.
+  /// anything is changed: the program has forgotten take_gradients(). This means that the model has
+  /// gradients, and since the last copy_to_model() no gradients were taken and no full master has
+  /// changed.
+  ///
+  /// If the program has written to the model's weights since the last copy_to_model(), these values
+  /// are lost, with one warning. There is no warning for a weight that was written twice: a program
+  /// may write averages and then restore the weights.
   inline void copy_to_model() override;
 
   /// For torch::save(masters, path): writes the same file as torch::save(model, path), with the

@@ -34,8 +34,8 @@ struct MissingGradient {
 };
 
 /// Returns the parameters of `optimizer` without a gradient, in order. `loss_device` is the loss's
-/// device. If a parameter is on another device, the program has probably moved the model after
-/// creating the optimizer. Never synchronises.
+/// device; if it is unset, no reason is other_device. If a parameter is on another device, the
+/// program has probably moved the model after creating the optimizer. Never synchronises.
 inline std::vector<MissingGradient> missing_gradients(const torch::optim::Optimizer& optimizer,
                                                       std::optional<at::Device> loss_device = {}) {
   using Reason = MissingGradient::Reason;

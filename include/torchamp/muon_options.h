@@ -23,8 +23,9 @@
 namespace TORCHAMP_NAMESPACE {
 
 /// The options of FusedMuon, with the names and defaults of torch.optim.Muon. If a group has
-/// MuonOptions, all their values apply to it, even values that were not set. (In LibTorch's own
-/// options of a group, values that were not set come from the optimizer's defaults.)
+/// MuonOptions, all their values apply to it, even values that were not set. (If LibTorch's own
+/// options of a group leave values out, LibTorch 2.15 takes these values from the optimizer's
+/// defaults.)
 struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions> {
   /// How the learning rate depends on the shape of a matrix of A rows and B columns.
   enum class AdjustLr {

@@ -47,8 +47,8 @@ std::optional<NonFiniteOp> find_non_finite_op(const std::function<void()>& forwa
 }
 
 /// Runs `forward_and_backward` again, checks each op's results, and returns the first op that
-/// computes an inf or a NaN from finite inputs; nullopt if there is none. Call it after a skipped
-/// step, with the same batch and the same scale:
+/// computes an inf or a NaN; nullopt if there is none. Call it after a skipped step, with the same
+/// batch and the same scale:
 ///
 ///     auto replay = [&] {
 ///       torchamp::AutocastGuard autocast(torch::kCUDA);
@@ -57,17 +57,18 @@ std::optional<NonFiniteOp> find_non_finite_op(const std::function<void()>& forwa
 ///     if (auto op = torchamp::first_non_finite_op(replay, model)) std::cout << *op;
 ///
 /// Only ops that the program calls count; ops inside these ops do not. Infs that the program
-/// creates on purpose (a mask filled with -inf) and uninitialised memory do not count. Infs and
-/// NaNs from before the run (in a mask, the data or a parameter) count only if a gradient is not
-/// finite because of them (without backward(): if a result is not). So a mask that ends in a
-/// softmax does not count.
+/// creates on purpose (a mask filled with -inf) and uninitialised memory do not count.
+///
+/// The data, a mask or a parameter may hold infs or NaNs before the run. The op that reads them is
+/// returned only if they reach a gradient (without backward(): a result). For example, a mask of
+/// -inf that ends in a softmax reaches none.
 ///
 /// Synchronises several times per op, so it is slow. Gradients accumulate as in
 /// `forward_and_backward`. Not checked: ops on threads other than the caller's and autograd's,
 /// nested tensors, and dtypes for which LibTorch has no functions, such as fp4.
 ///
 /// Errors: exceptions of `forward_and_backward`; an empty function; an owner that is a null pointer
-/// or an empty holder.
+/// or an empty holder; more than 32 observers at once (see CastRecorder).
 ///
 /// Parameters have their names in `owner`: a module or an optimizer, a pointer of any kind to one,
 /// a module holder, or a range of pairs of a name and a parameter. Pass nullptr for no names.

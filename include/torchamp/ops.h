@@ -21,7 +21,8 @@ namespace TORCHAMP_NAMESPACE {
 
 /// A named list of op names, for the edits of a Policy: `policy.fp32(ops::norm)`. A name stands for
 /// all overloads of the op. Ops in the families of torchamp::ops that the running LibTorch lacks
-/// are ignored, so one list serves all versions. Ops in your own families must exist.
+/// are ignored, so one list serves all versions. If your own family has an op that LibTorch lacks,
+/// the edit throws.
 class OpFamily {
  public:
   /// Your own family. It holds a reference to `ops`, which must outlive it.
@@ -117,9 +118,9 @@ concept is_range_of_names = requires(Names& names) {
 }  // namespace detail
 
 /// The families of ops in the standard table, and further families for edits. Ops call other ops
-/// (`linear` calls `addmm`), and only the outermost op on a list is cast. So a rule for `mm` alone
-/// does not affect `linear`: edit the family. In C++ torch::nn::Linear calls `addmm` or `matmul`,
-/// not `linear`: edit ops::matmul and ops::linear, or ops::dense.
+/// (`linear` calls `addmm`), and only the outermost op on a list is cast. So a rule for `addmm`
+/// alone does not affect `linear`: edit the family. In C++ torch::nn::Linear calls `addmm` or
+/// `matmul`, not `linear`: edit ops::matmul and ops::linear, or ops::dense.
 namespace ops {
 
 /// Matrix products and ops composed of them: `mm`, `matmul`, `einsum`, …

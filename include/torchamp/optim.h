@@ -36,10 +36,10 @@
 ///     …
 ///     scaler.step(optimizer);  // does not synchronise
 ///
-/// A step is one call per group, device and dtype, for any number of parameters; FusedMuon needs
-/// some calls per shape of its matrices. The state is on the parameters' device in their dtype.
-/// LibTorch's schedulers, groups with their own options, gradients that appear later, and closures
-/// work as with LibTorch's optimizers.
+/// A step calls one kernel per group, device and dtype, for any number of parameters; FusedMuon
+/// calls some kernels per shape of its matrices. The state is on the parameters' device in their
+/// dtype. LibTorch's schedulers, groups with their own options, gradients that appear later, and
+/// closures work as with LibTorch's optimizers.
 ///
 /// Parameters must be fp32, fp64, fp16 or bf16, dense in memory, and each in the optimizer only
 /// once. Gradients must be dense. Otherwise step() throws and changes nothing.
@@ -99,11 +99,11 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
   /// multiplication of two numbers. A divisor below 1 may turn a finite gradient into an inf; a
   /// GradScaler's step does not check for this.
   ///
-  /// Until that step neither the gradients nor `divisor` may change: the step throws if gradients
-  /// were written to, replaced, added or partly dropped. If all gradients were dropped by this
-  /// class's zero_grad(), or if this thread has run a forward pass since, the divisor is dropped
-  /// with them; otherwise the step throws. See Note [What was clipped is what is stepped]. Never
-  /// synchronises.
+  /// Until that step neither the gradients nor `divisor` may change. If some of the gradients were
+  /// written to, replaced, added to or dropped, the step throws. zero_grad() of this class drops
+  /// the divisor with the gradients. If all gradients were dropped in another way, and this thread
+  /// has run a forward pass since, the step ignores the divisor; without a forward pass it throws.
+  /// See Note [What was clipped is what is stepped]. Never synchronises.
   void divide_next_step(const at::Tensor& divisor);
 
   /// The divisor for the next step; undefined if there is none. Error: it was set for other
@@ -117,7 +117,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
  protected:
   /// `defaults` apply to groups without options. If a group has options of a type that LibTorch
   /// does not know, they are unchanged. If LibTorch's own options leave values out, LibTorch 2.15
-  /// takes these from `defaults`.
+  /// takes these values from `defaults`; LibTorch 2.6 uses the defaults of the options' type.
   FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                  std::unique_ptr<torch::optim::OptimizerOptions> defaults)
       : Optimizer(detail::ParamGroups(), std::move(defaults)) {
@@ -142,8 +142,9 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
     });
   }
 
-  /// Steps, with the gradients divided by `grad_scale` unless it is undefined. Skips the step if
-  /// `found_inf` is non-zero. `is_exact`: `found_inf` is 0 or 1.
+  /// Steps, with the gradients divided by `grad_scale` unless it is undefined. If `found_inf` is
+  /// non-zero, skips the step. If `is_exact` is true, `found_inf` is 0 or 1; otherwise it may be
+  /// any number.
   virtual void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf,
                           bool is_exact) = 0;
 

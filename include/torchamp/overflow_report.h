@@ -43,8 +43,8 @@ struct Overflow {
 /// The result of overflow_report().
 struct OverflowReport {
   std::vector<Overflow> overflows;   ///< in parameter order
-  std::size_t gradients = 0;         ///< examined
-  std::size_t without_elements = 0;  ///< empty gradients
+  std::size_t gradients = 0;         ///< number of gradients with elements
+  std::size_t without_elements = 0;  ///< number of gradients without elements
   /// For a module: the buffers that hold infs or NaNs, such as running statistics of a batch norm.
   /// A skipped step does not restore them.
   std::vector<Overflow> buffers{};

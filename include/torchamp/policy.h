@@ -39,10 +39,10 @@ class Policy {
   /// fp16 (or bf16) for matmul, conv and linear ops; fp32 for additions, reductions, sums over
   /// indices and windows (see Note [Sums in 16 bits]) and binary_cross_entropy (see
   /// Note [Binary cross entropy]). Other ops keep LibTorch's own kernels. If a device lacks a
-  /// kernel for an op on LibTorch's CUDA lists, the op has the rule of that list. Calls that
-  /// LibTorch would reject for their dtypes are cast, see Note [What LibTorch refuses]; other
-  /// in-place and out= forms are unchanged. If autograd adds gradients, the sum keeps their dtype:
-  /// see Note [Sums of gradients].
+  /// kernel for an op on LibTorch's CUDA lists, the op has the rule of that list. If LibTorch would
+  /// reject a call because of its dtypes, the arguments are cast: see Note [What LibTorch refuses].
+  /// All other in-place and out= calls are unchanged. If autograd adds gradients, the sum keeps
+  /// their dtype: see Note [Sums of gradients].
   static Policy standard();
 
   /// LibTorch's own lists for each device, exactly.
@@ -81,9 +81,11 @@ class Policy {
     return edit(Cast::native, ops, when);
   }
 
-  /// The rule of one overload on one type of device, without conditional rules. A name without
-  /// overload means the overload without a name. If there is none, it means all overloads that can
-  /// be cast; if their rules differ, an error lists them. An op on no list is `unchanged`.
+  /// The rule of one overload on one type of device, without conditional rules. "softmax.int" names
+  /// an overload; "softmax" names the overload without a name. If an op has no such overload, its
+  /// name means all overloads that can be cast. An op on no list is `unchanged`. Errors: an op that
+  /// LibTorch does not have; several overloads with different rules (the error lists them); a
+  /// device type without autocast.
   Cast lookup(std::string_view op, at::DeviceType device) const {
     return common_rule("Policy::lookup", op, device, /*in_effect=*/false);
   }

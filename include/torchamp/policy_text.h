@@ -43,8 +43,9 @@ inline std::ostream& operator<<(std::ostream& out, const Policy& policy) {
 ///     lower_precision when bfloat16: softmax.int
 ///     fp8(only_worthwhile): ops::dense
 ///
-/// Errors: a rule with a predicate, unless later edits have removed the rule; an op of a library
-/// called "ops" if a family has the op's name (write its overloads one by one).
+/// Errors: a rule with a predicate, unless later edits have removed the rule; an op such as
+/// "ops::norm" of a library called "ops", because a family has this name (edit its overloads one by
+/// one).
 inline std::string to_text(const Policy& policy) {
   std::string text = "policy " + std::string(detail::to_string(policy.data()->base)) + '\n';
   for (const std::string& line : detail::lines_of_edits("torchamp::to_text", *policy.data())) {
@@ -59,7 +60,8 @@ inline Policy parse_policy(std::string_view text) {
   return Policy(detail::PolicyParser("torchamp::parse_policy").parse(text));
 }
 
-/// Reads a policy from a file of such text. Errors also name the file.
+/// Reads a policy from a file with the text of to_text(). Errors are the errors of parse_policy(),
+/// and a file that cannot be read; they also name the file.
 inline Policy load_policy(const std::string& path) {
   const std::string call = "torchamp::load_policy";
   detail::PolicyParser parser(call + ": '" + path + "'");

@@ -165,8 +165,8 @@ inline GradScalerState load_python_state(const std::string& path,
 
 /// Writes `state` as Python's torch.save writes the dict. In Python, torch.load(path) reads it,
 /// with or without weights_only, and torch.amp.GradScaler.load_state_dict takes it. An empty state
-/// gives an empty dict. Error (c10::Error): the stream fails, even if the stream reports failures
-/// by exceptions.
+/// gives an empty dict. If writing fails, this function throws a c10::Error, even if the stream
+/// itself throws other exceptions.
 inline void save_python_state(const GradScalerState& state, std::ostream& out) {
   const std::string bytes = detail::python_archive(detail::python_dict(state));
   std::string reason;

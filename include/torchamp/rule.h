@@ -147,14 +147,14 @@ class Predicate {
   std::shared_ptr<const std::function<bool(const OpCall&)>> function_;
 };
 
-/// The conditions of a rule; none by default. A condition is data or the predicate.
+/// The conditions of a rule; none by default. If several are set, the rule applies if all hold.
 struct When {
   /// Only in regions of this dtype.
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// Only for calls for which this function returns true. It is called once per call of the op, on
-  /// the calling thread (possibly on several threads at once), with autocast off. It may call ops,
-  /// including the op itself; profilers and a CastRecorder do not record these. If it synchronises,
-  /// so does the step.
+  /// the thread that calls the op (possibly on several threads at once), with autocast off. It may
+  /// call ops, including the op itself; profilers and a CastRecorder do not record these. If it
+  /// synchronises, so does the step.
   Predicate predicate = nullptr;
 
   /// Whether all conditions are equal.

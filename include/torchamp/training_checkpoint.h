@@ -75,8 +75,8 @@ class TrainingCheckpoint {
   /// save and load, including step_count_. ReduceLROnPlateauScheduler has private state and cannot
   /// be added.
   ///
-  /// Errors: a name with a quote, a backslash or a line end, because LibTorch cannot read such
-  /// names; an LRScheduler& that is not a StepLR.
+  /// Errors: a name that another object has; a name with a quote, a backslash or a line end,
+  /// because LibTorch cannot read such names; an LRScheduler& that is not a StepLR.
   template <class T>
   TrainingCheckpoint& add(std::string name, T& object) {
     add_to(std::move(name), object, /*is_local=*/false);

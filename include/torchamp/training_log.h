@@ -10,9 +10,11 @@
 /// before clipping (empty without max_grad_norm), and the seconds since construction. If the file
 /// exists, lines are appended.
 ///
-/// Nothing waits for values on a device: they are written some steps later, when they have arrived
-/// on the host. finish() and the destructor write the rest. If a line cannot be written (the disk
-/// is full), the log warns, training continues, and a later step writes the line again.
+/// The log does not wait for values on a device: it writes them some steps later, when they have
+/// arrived on the host. finish() and the destructor wait for the other values and write them. If
+/// the file cannot be opened, the constructor of the TrainingStep throws. If a line cannot be
+/// written later (the disk is full), the log warns, training continues, and a later step writes the
+/// line again.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>

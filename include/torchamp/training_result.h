@@ -38,14 +38,15 @@ class TrainingResult {
   /// synchronises.
   bool ended_window() const { return step_.has_value(); }
 
-  /// Whether the optimizer stepped. False in a window, if a gradient held an inf or a NaN, or
-  /// if there was no gradient. Synchronises like StepResult::stepped().
+  /// Whether the optimizer stepped. False before the end of a window. At its end, false if a
+  /// gradient held an inf or a NaN, or if there was no gradient. Synchronises like
+  /// StepResult::stepped().
   bool stepped() const { return step_ && step_->stepped(); }
   /// The same as stepped().
   explicit operator bool() const { return stepped(); }
 
   /// The norm of all unscaled gradients before clipping. Synchronises. Errors: no .max_grad_norm is
-  /// set (infinity computes the norm and clips nothing); a result in a window.
+  /// set (infinity computes the norm and clips nothing); a result before the end of a window.
   double norm() const {
     TORCH_CHECK(norm_.defined(), "TrainingResult::norm: ",
                 ended_window() ? "no norm was computed. Set .max_grad_norm; with infinity "
@@ -58,7 +59,7 @@ class TrainingResult {
   const at::Tensor& norm_tensor() const { return norm_; }
 
   /// The scale of the gradients; 1 for a disabled scaler. Synchronises like StepResult::scale().
-  /// Error: a result in a window.
+  /// Error: a result before the end of a window.
   double scale() const {
     TORCH_CHECK(ended_window(),
                 "TrainingResult::scale: the window has not ended, so there was no step. Call the "
@@ -66,14 +67,15 @@ class TrainingResult {
     return step_->scale();
   }
 
-  /// The result of GradScaler::step; none in a window.
+  /// The result of GradScaler::step; none before the end of a window. Never synchronises.
   const std::optional<StepResult>& step_result() const { return step_; }
 
-  /// The overflow flag on its device, like StepResult::found_inf(). Never synchronises.
+  /// The overflow flag on its device, like StepResult::found_inf(); undefined before the end of a
+  /// window. Never synchronises.
   at::Tensor found_inf() const { return step_ ? step_->found_inf() : at::Tensor(); }
 
-  /// The scale of the gradients on its device. Defined only with `.capture` or `.log` and an
-  /// enabled scaler. Never synchronises.
+  /// The scale of the gradients on its device. Undefined before the end of a window, with a
+  /// disabled scaler, and if neither `.capture` nor `.log` is set. Never synchronises.
   const at::Tensor& scale_tensor() const { return scale_; }
 
  private:

@@ -76,8 +76,8 @@ struct TrainingStepOptions {
   detail::Choice<detail::GroupOption> group = {};
   /// CudaGraphOptions: captures iterations and replays them. It captures again after train() or
   /// eval() of the model or of a part of the model. Each micro-batch of a window has its own graph.
-  /// With a group this is an error; with `when_possible` it is a warning, and the iterations run
-  /// eagerly.
+  /// With a group, `capture` is an error. With a group and `when_possible`, the constructor warns,
+  /// and the iterations run eagerly.
   detail::Choice<detail::CaptureOption> capture = {};
   /// A learning rate scheduler, several in braces, or a function that creates a scheduler and is
   /// called for each optimizer. It is stepped after each step that was not skipped. To check this,
@@ -106,6 +106,9 @@ struct TrainingStepOptions {
 /// step throws (also at a limit of the scaler), the whole window is dropped. It is also dropped if
 /// the function throws after it has called backward() itself, because these gradients cannot be
 /// separated from the others. In all cases the next call works.
+///
+/// If an optimizer is not a ScaledStep, or if there is a scheduler, the host waits for the device
+/// once per step. Otherwise an iteration on one process does not synchronise; only captures do.
 ///
 /// Model, optimizer, scaler and scheduler that are passed by reference must outlive it. One thread
 /// at a time: if a thread calls it during another thread's call, it throws and changes nothing. If
@@ -146,7 +149,8 @@ class TrainingStep {
   /// `factory` creates the optimizer for the parameters of the masters (without masters: of the
   /// model) and returns a pointer to it: `[](auto parameters) { return
   /// std::make_unique<FusedAdamW>(parameters, …); }`. For several optimizers it returns a
-  /// std::vector of pointers. Its parameter is a std::vector of tensors or NamedParameters.
+  /// std::vector of pointers. The factory's parameter is a std::vector of tensors or
+  /// NamedParameters.
   template <class Factory>
   requires(!std::derived_from<std::remove_cvref_t<Factory>, torch::optim::Optimizer>)
       TrainingStep(const detail::Model& model, Factory factory, TrainingStepOptions options = {})
@@ -231,8 +235,7 @@ class TrainingStep {
   requires(!std::invocable<Loss, const Tensors&>) void operator()(const Tensors&, Loss&&) {
     detail::refuse_arguments<Loss>();
   }
-  /// Does not compile: the arguments are no function that computes the loss, but the loss itself,
-  /// for example.
+  /// Does not compile: the argument is not a function. For example, it is the loss itself.
   template <class... Given>
   requires(!detail::is_loss_call<Given...>) void operator()(Given&&...) {
     detail::refuse_arguments<Given...>();
@@ -244,7 +247,7 @@ class TrainingStep {
   std::optional<TrainingResult> finish();
 
   /// Calls `function()` under the guard, without gradients and with all modules in evaluation mode,
-  /// and returns its result. The modes are then restored, even after an exception.
+  /// and returns its result. Then restores the modes of the modules, even after an exception.
   template <std::invocable Function>
   decltype(auto) evaluate(Function&& function) {
     const detail::OneCaller::Call call(caller_, "TrainingStep::evaluate");

@@ -46,8 +46,9 @@
 /// run through a kernel of torchamp, which costs about 0.2 µs per call for the rest of the process.
 ///
 /// Casts of destroyed weights are freed at the end of the next outermost guard, by the next step of
-/// a GradScaler or of a fused optimizer, by weight_cache_stats() and by clear_weight_cache().
-/// In a region they are freed as soon as they may be half of the stored casts.
+/// a GradScaler or of a fused optimizer, by weight_cache_stats() and by clear_weight_cache(). In a
+/// long region they are also freed each time that the number or the bytes of the stored casts have
+/// doubled.
 
 namespace torchamp::detail {
 
@@ -127,7 +128,7 @@ inline const bool weight_casts_are_registered = [] {
 
 namespace TORCHAMP_NAMESPACE {
 
-/// Statistics of torchamp's own cache, for the process.
+/// Statistics of torchamp's own cache, for the process since its start.
 struct WeightCacheStats {
   int64_t hits = 0;    ///< casts, and 8-bit forms, that were in the cache
   int64_t misses = 0;  ///< casts, and 8-bit forms, that were made
@@ -135,7 +136,8 @@ struct WeightCacheStats {
 };
 
 /// Limits torchamp's own cache to this many bytes, for the whole process; the least recently used
-/// entries are freed first. Without a call there is no limit. Error: a negative number.
+/// entries are freed first, at once. Without a call there is no limit. Any thread. Error: a
+/// negative number.
 inline void set_weight_cache_budget(int64_t bytes) {
   TORCH_CHECK_VALUE(bytes >= 0, "set_weight_cache_budget: ", bytes,
                     " bytes is not a budget. Pass 0 or more.");

@@ -81,14 +81,15 @@ inline std::function<void(at::Tensor&)> average_over(ProcessGroupPtr group) {
 
 /// Options of DistributedDataParallel.
 struct DistributedDataParallelOptions {
-  /// Whether each forward first copies the buffers of process 0, such as batch norm's running
-  /// statistics, to all processes.
+  /// Whether each forward in training mode first copies the buffers of process 0, such as batch
+  /// norm's running statistics, to all processes.
   bool broadcast_buffers = true;
   /// True: forward may leave parameters unused; each backward then collects the unused parameters
   /// of all processes, and synchronises. False: if a parameter is unused, backward() throws.
   bool find_unused_parameters = false;
-  /// The maximum size of the buckets in which gradients are averaged. The first bucket has 1 MiB,
-  /// so that it is sent early. A small model has about eight buckets, of 1 MiB or more.
+  /// Gradients are averaged in buckets. A bucket is full at this number of bytes. In a small model
+  /// it is full earlier: at an eighth of all gradients, or at 1 MiB if an eighth is less. The first
+  /// bucket is full at 1 MiB, so that it is sent early.
   int64_t bucket_bytes = int64_t{25} * 1024 * 1024;
   /// How gradients are sent, by c10d's names: FP16_COMPRESS is reduce_dtype torch::kHalf;
   /// ALLREDUCE, the default, keeps their dtype.
@@ -120,7 +121,7 @@ struct DistributedDataParallelOptions {
 ///
 /// Backward sends a bucket as soon as all gradients in it are computed, while it computes the
 /// others. Construction and forward are collective, see Note [Collective calls]; a forward without
-/// gradients sends nothing. Error: a call in a CudaGraph. Source: Python's
+/// gradients sends nothing. Error: a call in a CudaGraph. One thread at a time. Source: Python's
 /// torch.nn.parallel.DistributedDataParallel (Li et al., 2020).
 template <class Model>
 class DistributedDataParallel {

@@ -38,9 +38,10 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-/// From now on a `group` of make_process_group() uses NCCL instead of Gloo for CUDA tensors. Before
-/// the call, each process must make the device of its LOCAL_RANK current. Errors: no CUDA device; a
-/// program compiled with another NCCL than LibTorch's.
+/// Makes `group`, a result of make_process_group(), use NCCL instead of Gloo for CUDA tensors. All
+/// processes of the group call it. Before the call, each process must make the device of its
+/// LOCAL_RANK current. Errors: no CUDA device; a program compiled with another NCCL than
+/// LibTorch's.
 ///
 /// The host does not wait for NCCL, so it gets no error from NCCL. If a process dies or delays the
 /// others for longer than `timeout`, LibTorch's watchdog ends the waiting processes. With

@@ -34,7 +34,7 @@ namespace TORCHAMP_NAMESPACE {
 
 class ShardedMasterWeights;
 
-/// Options of ShardedMasterWeights, equal on all processes.
+/// Options of ShardedMasterWeights. All processes must pass equal options.
 struct ShardedMasterWeightsOptions {
   using Masters = ShardedMasterWeights;  ///< the class of these options
   using Group = ProcessGroupPtr;         ///< the type of their group
@@ -74,14 +74,15 @@ struct ShardedMasterWeightsOptions {
 ///
 /// Construction copies the parameters and buffers of process 0 to all processes. backward() frees
 /// each gradient at once, sends full buckets while it runs, and writes the averages over all
-/// processes to the shards' gradients. clip_grad_norm_ uses the norm of all shards, exact to its
-/// rounding. A GradScaler skips a step on all processes or on none, without agree_found_inf.
-/// copy_to_model() gathers the 16-bit weights. checkpoint() works. If backward() throws after it
-/// has begun to send, the run cannot continue: resume from a checkpoint.
+/// processes to the shards' gradients. clip_grad_norm_ clips by the norm of the shards of all
+/// processes, which differs from the norm on one process only by rounding. A GradScaler skips a
+/// step on all processes or on none, without agree_found_inf. copy_to_model() gathers the 16-bit
+/// weights. checkpoint() works. If backward() throws after it has begun to send, the run cannot
+/// continue: resume from a checkpoint.
 ///
-/// Sums are in fp32, in the order of the ranks. So one process would compute the same weights from
-/// the same gradients. They are bitwise identical if the optimizer's kernel treats all
-/// elements alike. ATen's CPU kernels may not: they process the last elements of a tensor, or of a
+/// Sums are in fp32, in the order of the ranks. If the optimizer's kernel treats all elements
+/// alike, the weights are bitwise identical to the weights that one process computes from the same
+/// gradients. ATen's CPU kernels may not: they process the last elements of a tensor, or of a
 /// thread's part, without vector instructions. A shard ends at other elements than the whole
 /// weight, so these elements may differ by a rounding in each step. On a CPU gradients are the same
 /// only with the same number of threads, because LibTorch's layer norm adds the gradients of its

@@ -43,9 +43,10 @@ class CastReport {
     int64_t casts = 0;
     /// Bytes that the casts read and wrote: elements times the widths of both dtypes.
     int64_t cast_bytes = 0;
-    /// Number of casts that convert values back to the dtype that they had before an earlier cast.
-    /// The values are the result of the earlier cast, or results of its op (if that op widened to
-    /// fp32) and of ops without a rule.
+    /// Number of casts that undo an earlier cast: they convert its result back to the dtype before
+    /// that cast. If the earlier cast widened an argument to fp32, casts of the op's fp32 results
+    /// back to 16 bits also count. Between the two casts, there may be ops that take the dtype of
+    /// their arguments.
     int64_t undone = 0;
     /// Number of calls that ran in fp32 by type promotion and not by a rule: one input was fp32,
     /// another was 16-bit.
@@ -106,8 +107,9 @@ std::ostream& operator<<(std::ostream& out, const CastReport& report);
 /// The thread that creates a recorder must destroy it. If another thread destroys it, it warns and
 /// leaves the callback registered. Never synchronises.
 ///
-/// Errors: more than 32 recorders, searches (first_non_finite_op) and captures (CudaGraph) at once;
-/// construction in a static object's destructor, if the thread has recorded before.
+/// Errors: more than 32 observers of ops at once; construction in a static object's destructor, if
+/// the thread has recorded before. Observers are recorders, metered steps of an UnderflowMeter,
+/// audits, searches (first_non_finite_op) and captures (CudaGraph).
 class CastRecorder {
  public:
   /// Without modules: ops belong to user scopes only.

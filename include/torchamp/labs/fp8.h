@@ -53,14 +53,15 @@ inline const bool fp8_is_registered = [] {
 /// scales. A call that fp8 does not support runs as lower_precision, which a CastRecorder counts.
 /// In an fp32 region the rule has no effect. An inf or NaN in an operand turns all results that use
 /// the operand's scale into NaN; under `tensorwise` and `nvfp4` this is the whole result. A second
-/// derivative is an error. If a region ends without a single product in fp8, it warns once and
-/// names the products that it has called.
+/// derivative is an error. If a region ends without a single product in fp8, the guard warns once
+/// per program, and names the products that the region has called.
 ///
 /// Never synchronises. Stores no statistics between calls. 8-bit forms of parameters are cached
 /// like casts of weights: see AutocastOptions::cache.
 ///
-/// Errors: the errors of Policy::set; any other op. With `options.strict`, the guard throws if the
-/// device has no such products in fp8 (for a module's policy, the module's forward throws).
+/// Errors: the errors of Policy::set; an op outside of ops::dense. With `options.strict`, the guard
+/// throws if the device has no such products in fp8 (for a module's policy, the module's forward
+/// throws).
 [[nodiscard]] inline Policy fp8(const Policy& policy, const OpNames& ops,
                                 const Fp8Options& options = {}, const When& when = {}) {
   auto edited = std::make_shared<detail::PolicyData>(*policy.data());

@@ -78,8 +78,8 @@ class WithPolicy
 ///
 /// A name selects the module with this name. A pattern must match the whole name: `?` is one
 /// character, `*` any number of characters except a dot, `**` any number of any characters; after a
-/// backslash (`\*`) they are literal. A name has precedence over patterns. If two patterns match
-/// one module, it is an error.
+/// backslash (`\*`) these characters are literal. A name has precedence over patterns. If two
+/// patterns match one module, it is an error.
 ///
 /// A policy can be set for modules declared as WithPolicy, for entries of a torch::nn::Sequential,
 /// and for a torch::nn::Sequential as a whole (which means its entries). A module has one policy

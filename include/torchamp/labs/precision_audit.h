@@ -45,13 +45,15 @@ struct PrecisionAuditOptions {
 /// Limits for PrecisionAudit::policy().
 struct AuditBudget {
   /// The largest allowed error of the gradients, relative to the gradients in fp32. The error of a
-  /// gradient is the squared length of the difference divided by the squared length of the fp32
-  /// gradient, and at most 1; it is averaged over all parameters. If a gradient is almost 0, the
-  /// mean square of its elements counts as at least a thousandth of the mean square of all
-  /// elements. Unset: the error under Policy::torch(), but at most most_by_default.
+  /// gradient is the squared length of its difference from the fp32 gradient, divided by the
+  /// squared length of the fp32 gradient, and at most 1. The errors of all parameters are averaged.
+  /// If a gradient is almost 0, the mean square of its elements counts as at least a thousandth of
+  /// the mean square of all elements. Unset: the error under Policy::torch(), but at most
+  /// most_by_default.
   std::optional<double> error_budget = std::nullopt;
-  /// The largest default of error_budget: Policy::torch() may be wrong for a model (positions in 16
-  /// bits, for example). An error of 0.05 means that gradients differ by 22 % of their length.
+  /// The largest default of error_budget. If Policy::torch() has a larger error for a model
+  /// (positions in 16 bits, for example), this number is the default. An error of 0.05 means that
+  /// gradients differ by 22 % of their length.
   static constexpr double most_by_default = 0.05;
   /// An op stays in fp32 if rounding the gradients of its results to 16 bits loses more than this
   /// share (AuditRow::gradient_loss).
@@ -88,11 +90,12 @@ struct AuditedPolicy {
 std::ostream& operator<<(std::ostream& out, const AuditedPolicy& audited);
 
 /// Writes an audit's policies as text for load_policies() and TORCHAMP_POLICY=file:PATH (which uses
-/// only the rules for ops). The text is the present `policy` and `modules`, one rule per line;
-/// rules that the audit chose have their reasons as comments. If `policy` has no edits, or
-/// `modules` lacks the module of a decision, the decisions are written instead. The file is
-/// replaced completely or not at all. Errors, which name the file if the file is the cause: a rule
-/// without a text form (see to_text()); a module name with '#' or white space.
+/// only the rules for ops). The text is the present `policy` and `modules`, which the program may
+/// have edited, one rule per line; rules that the audit chose have their reasons as comments. If
+/// `policy` is Policy::torch() without edits, the text has the rules of `decisions` for it. The
+/// same holds for a module that `decisions` names and `modules` lacks. The file is replaced
+/// completely or not at all. Errors, which name the file if the file is the cause: a rule without a
+/// text form (see to_text()); a module name with '#' or white space.
 void save_policy(const AuditedPolicy& audited, const std::string& path);
 
 /// Measures which ops of a model may run in 16 bits, and how much time this saves.

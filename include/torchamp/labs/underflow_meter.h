@@ -34,7 +34,7 @@ struct UnderflowMeterOptions {
 struct UnderflowRow {
   std::string module{};     ///< dotted name; empty if no module is known
   bool of_weights = false;  ///< true: gradients of parameters or other leaves
-  int64_t elements = 0;     ///< examined, in all metered steps
+  int64_t elements = 0;     ///< elements examined in all metered steps
   /// Elements that are zero, although the same op with the same inputs in fp32 gives a non-zero
   /// one.
   int64_t lost = 0;
@@ -52,8 +52,8 @@ struct UnderflowRow {
 struct UnderflowStep {
   int64_t step = 0;      ///< the step's number, from 0
   double scale = 1.;     ///< the scale at the step's beginning; 1 without a scaler
-  int64_t elements = 0;  ///< like UnderflowRow's, of all modules
-  int64_t lost = 0;      ///< like UnderflowRow's
+  int64_t elements = 0;  ///< elements examined in all modules
+  int64_t lost = 0;      ///< like UnderflowRow::lost
 
   /// lost / elements; 0 without elements.
   double share() const {
@@ -145,7 +145,7 @@ class UnderflowMeter {
   UnderflowMeter& operator=(const UnderflowMeter&) = delete;
 
   /// Begins a step, which ends when the result is destroyed. Errors: the previous step has not
-  /// ended; more than 32 recorders, searches, meters and captures at once.
+  /// ended; more than 32 observers at once (see CastRecorder).
   Step step() & { return {*this, nullptr}; }
 
   /// Like step(), for a loss scaled by `scaler`: records its scale, without synchronising.

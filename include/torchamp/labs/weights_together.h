@@ -62,11 +62,12 @@ namespace TORCHAMP_NAMESPACE {
 /// from ops in fp32), the order of the sum may differ.
 ///
 /// A weight may be cast before its first use in a region. So call weights_changed() after a write
-/// in the region that LibTorch does not count. A gradient hook that is registered between
-/// forward and backward may get an undefined gradient. If the program stores a `w.t()`, no gradient
-/// reaches it: the gradient goes directly to `w`. If a policy's predicate decides for some ops of a
-/// weight, and other ops use the weight too, the weight is cast twice. This cache has no statistics
-/// and no budget.
+/// in the region that LibTorch does not count. A gradient hook that is registered between forward
+/// and backward may get an undefined gradient. If the program stores a `w.t()`, no gradient reaches
+/// it: the gradient goes directly to `w`. If a policy's predicate decides for some ops of a weight,
+/// and other ops use the weight too, the weight is cast twice. This cache has no statistics and no
+/// budget. Several threads may use it at once: each thread records its own order, and casts
+/// separately. Never synchronises.
 inline WeightCache weights_together() {
   return {detail::WeightKeep::Until::region_ends, &detail::casts_together};
 }
