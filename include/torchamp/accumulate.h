@@ -90,8 +90,8 @@ class AccumulationResult : public StepResult {
 /// may change in a window, and growth_interval counts micro-batches. The device decides which
 /// micro-batches to keep; with a disabled scaler all are kept. If the sum of the kept micro-batches
 /// is not finite, all are dropped. The host does not know which micro-batches were dropped. So a
-/// parameter is also stepped if all of its gradients were dropped: its gradient is then 0, and
-/// momentum and weight decay continue.
+/// step also steps a parameter whose gradients came only from dropped micro-batches: its gradient
+/// is 0 then, and momentum and weight decay apply.
 ///
 /// `.drop_bad` needs memory for one fp32 sum of each parameter's size (fp64 for fp64 parameters).
 /// It costs one synchronisation in the step, unless the optimizer is a ScaledStep. Gradients must

@@ -116,10 +116,11 @@ inline void clear_weight_cache() {
 /// Clears LibTorch's cache, and marks all casts in torchamp's own cache as stale: the next use of a
 /// weight casts it again. If torchamp's own cache is in use, call this function after writes that
 /// LibTorch does not count:
-///  - outside of regions, through `.data()`, as LibTorch's own SGD does in steps without a
-///    GradScaler;
+///  - through `.data()`, outside of regions. LibTorch's own SGD writes in this way; if a GradScaler
+///    takes its step, no call is needed;
 ///  - through a pointer;
-///  - through a tensor over the weight's present or former memory that is not a view of the weight;
+///  - through a tensor that is not a view of the weight, but uses the weight's present or former
+///    memory;
 ///  - by a custom kernel, or an op such as `_fused_adam_`;
 ///  - by a graph other than a CudaGraph's.
 ///

@@ -94,7 +94,8 @@ struct CudaGraphOptions {
 ///
 /// After certain changes, the next call runs eagerly, and the call after it captures again:
 ///  - an optimizer's options or state have changed, except for learning rates;
-///  - an optimizer has stepped with gradients of other parameters, eagerly or in another graph;
+///  - an optimizer has stepped while a different set of its parameters had gradients, eagerly or in
+///    another graph;
 ///  - train() or eval() was called, or a weight or buffer has other memory or another
 ///    requires_grad, in one of `models`.
 ///
@@ -162,8 +163,8 @@ class CudaGraph {
   /// body's results, detached. The next call overwrites them: clone() results that you keep.
   const Tensors& operator()(const Tensors& batch) { return run(batch, {}).tensors; }
 
-  /// Whether the next call with inputs of the latest shapes and dtypes replays, unless a change
-  /// requires a new capture.
+  /// Whether there is a graph for the shapes and dtypes of the latest call. After a change that
+  /// requires a new capture, this stays true until the next call.
   bool is_captured() const { return latest_ && latest_->is_captured(); }
 
   /// Drops the graphs and the inputs' shapes: the next calls warm up and capture again.

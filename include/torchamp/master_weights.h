@@ -165,9 +165,10 @@ struct MasterWeightsOptions {
 /// unscale_ throw; without a scaler, copy_to_model() or the next take_gradients() throws. If the
 /// program writes to a split weight, the next take_gradients(), step or copy_to_model() throws.
 ///
-/// LibTorch's SGD writes to weights through data(), which LibTorch does not count. So, if data() or
-/// detach() of a split weight is called between take_gradients() and a fused step, copy_to_model()
-/// or the next take_gradients() throws. To drop gradients without a step, call zero_grad() of this
+/// LibTorch's SGD writes to weights through data(), which LibTorch does not count. So MasterWeights
+/// treats data() and detach() of a split weight as a possible write. If the program calls one of
+/// them after take_gradients(), and no fused step follows, then copy_to_model() or the next
+/// take_gradients() throws. To drop gradients without a step, call zero_grad() of this
 /// class or of the fused optimizer.
 ///
 /// With `.main_gradients` backward() does the work of take_gradients(), one gradient at a time,

@@ -192,9 +192,9 @@ class FusedOptimizerOf : public FusedOptimizer, public CapturedStep, public deta
   /// first copies them into the states. It synchronises if a step since the last call may have been
   /// skipped. The program may change the states: the next step starts from them.
   ///
-  /// state() of a torch::optim::Optimizer& returns the states without updating the step counts. The
-  /// program may also change them there; the optimizer reads back a count only if the count, or the
-  /// whole state, was changed.
+  /// state() of a torch::optim::Optimizer& returns the states without updating the step counts. If
+  /// the program changes a step count or replaces a state there, the next step starts from this
+  /// count. Otherwise it continues from the count on the device.
   detail::ParamStates& state();
   /// The same, read-only.
   const detail::ParamStates& state() const {

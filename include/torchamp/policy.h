@@ -41,8 +41,8 @@ class Policy {
   /// Note [Binary cross entropy]). Other ops keep LibTorch's own kernels. If a device lacks a
   /// kernel for an op on LibTorch's CUDA lists, the op has the rule of that list. If LibTorch would
   /// reject a call because of its dtypes, the arguments are cast: see Note [What LibTorch refuses].
-  /// All other in-place and out= calls are unchanged. If autograd adds gradients, the sum keeps
-  /// their dtype: see Note [Sums of gradients].
+  /// In-place and out= calls are cast only if LibTorch would reject them. If autograd adds
+  /// gradients, the sum keeps their dtype: see Note [Sums of gradients].
   static Policy standard();
 
   /// LibTorch's own lists for each device, exactly.

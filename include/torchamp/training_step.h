@@ -324,7 +324,7 @@ class TrainingStep {
   const AutocastOptions& autocast() const { return autocast_; }
   /// The device of the iteration.
   c10::Device device() const { return device_; }
-  /// Number of steps taken or skipped, including the steps before a load().
+  /// Number of steps taken or skipped. load() sets it to the number of the saved run.
   std::int64_t steps() const { return steps_; }
   /// Micro-batches since the last step.
   std::int64_t pending() const { return accumulation_ ? accumulation_->pending() : 0; }

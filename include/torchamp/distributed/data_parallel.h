@@ -116,8 +116,8 @@ struct DistributedDataParallelOptions {
 ///
 /// With MasterWeights, first call broadcast_module(), then create the masters, then this object.
 /// With main_gradients, the masters' gradients are averaged, in fp32; under no_sync() they
-/// accumulate, and the next backward averages the sums. Errors: a second DistributedDataParallel
-/// for the same main gradients, or new masters, while the first one lives.
+/// accumulate, and the next backward averages the sums. Errors, while this object averages main
+/// gradients: a second DistributedDataParallel for them; new MasterWeights for the same model.
 ///
 /// Backward sends a bucket as soon as all gradients in it are computed, while it computes the
 /// others. Construction and forward are collective, see Note [Collective calls]; a forward without

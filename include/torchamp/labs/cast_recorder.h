@@ -44,9 +44,9 @@ class CastReport {
     /// Bytes that the casts read and wrote: elements times the widths of both dtypes.
     int64_t cast_bytes = 0;
     /// Number of casts that undo an earlier cast: they convert its result back to the dtype before
-    /// that cast. If the earlier cast widened an argument to fp32, casts of the op's fp32 results
-    /// back to 16 bits also count. Between the two casts, there may be ops that take the dtype of
-    /// their arguments.
+    /// that cast. If autocast has cast a 16-bit argument of an op to fp32, a cast of the op's fp32
+    /// result back to 16 bits also counts. Between the two casts, there may be ops that take the
+    /// dtype of their arguments.
     int64_t undone = 0;
     /// Number of calls that ran in fp32 by type promotion and not by a rule: one input was fp32,
     /// another was 16-bit.

@@ -31,7 +31,8 @@ struct AuditData;
 
 /// Options of a PrecisionAudit.
 struct PrecisionAuditOptions {
-  /// fp16 or bf16; the step's guards also use it. Unset: the dtype of the step's first 16-bit
+  /// The 16-bit dtype: fp16 or bf16. When policy() measures a step under a policy, 16-bit guards in
+  /// the step also use it. Unset: the dtype of the step's first 16-bit
   /// guard; without such a guard, the device's current autocast dtype.
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// For a model that several processes train: a function that replaces the elements of a 1-D
@@ -47,9 +48,9 @@ struct AuditBudget {
   /// The largest allowed error of the gradients, relative to the gradients in fp32. The error of a
   /// gradient is the squared length of its difference from the fp32 gradient, divided by the
   /// squared length of the fp32 gradient, and at most 1. The errors of all parameters are averaged.
-  /// If a gradient is almost 0, the mean square of its elements counts as at least a thousandth of
-  /// the mean square of all elements. Unset: the error under Policy::torch(), but at most
-  /// most_by_default.
+  /// If an fp32 gradient is almost 0, the divisor is larger: it is computed as if the mean square
+  /// of the gradient's elements were a thousandth of the mean square over all gradients. Unset: the
+  /// error under Policy::torch(), but at most most_by_default.
   std::optional<double> error_budget = std::nullopt;
   /// The largest default of error_budget. If Policy::torch() has a larger error for a model
   /// (positions in 16 bits, for example), this number is the default. An error of 0.05 means that
@@ -92,8 +93,9 @@ std::ostream& operator<<(std::ostream& out, const AuditedPolicy& audited);
 /// Writes an audit's policies as text for load_policies() and TORCHAMP_POLICY=file:PATH (which uses
 /// only the rules for ops). The text is the present `policy` and `modules`, which the program may
 /// have edited, one rule per line; rules that the audit chose have their reasons as comments. If
-/// `policy` is Policy::torch() without edits, the text has the rules of `decisions` for it. The
-/// same holds for a module that `decisions` names and `modules` lacks. The file is replaced
+/// `policy` is Policy::torch() without edits, the text has the rules that `decisions` has for all
+/// modules. If `decisions` has rules for a module that `modules` lacks, the text has these rules.
+/// The file is replaced
 /// completely or not at all. Errors, which name the file if the file is the cause: a rule without a
 /// text form (see to_text()); a module name with '#' or white space.
 void save_policy(const AuditedPolicy& audited, const std::string& path);
@@ -167,9 +169,9 @@ class PrecisionAudit {
   /// Chooses the ops for 16 bits by error per saved microsecond, including casts between
   /// neighbours. Then it measures the whole choice, and reverts rules until the error is within the
   /// budget; gradients that are not finite exceed it. See Note [How an audit chooses].
-  /// Calls the step of run() again: objects that the step refers to must still exist. If times were
-  /// measured on this machine, the choice is slower than Policy::torch(), and Policy::torch() is
-  /// within the budget, it returns Policy::torch().
+  /// Calls the step of run() again: objects that the step refers to must still exist. It
+  /// returns Policy::torch() instead if three conditions hold: the choice is slower,
+  /// Policy::torch() is within the budget, and the times were not loaded by read_times().
   ///
   /// Errors: nothing has been measured; a budget or limit below 0; grad mode off; a model that is
   /// now frozen or in 16 bits, or has gradients that are not finite in fp32; exceptions of the
