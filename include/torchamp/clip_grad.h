@@ -98,8 +98,7 @@ inline at::Tensor clip_coefficient(const at::Tensor& norm, double max_norm) {
 
 /// The divisor for the gradients, instead of a factor: max(1, (norm + eps) / max_norm). If fp32 can
 /// hold 1 / max_norm, the form eps / max_norm + norm / max_norm saves a launch. The divisor is at
-/// least 1, so that no finite gradient becomes an inf: find_infs() checks for such infs at small
-/// scales only.
+/// least 1, so it makes an inf of no finite gradient.
 inline at::Tensor clip_divisor(const at::Tensor& norm, double max_norm) {
   constexpr double eps = 1e-6;
   const double factor = 1. / max_norm;
@@ -128,6 +127,8 @@ inline void multiply(const std::vector<GradientBatch>& batches, const at::Tensor
 
 // Note [One read for norm and check]
 // If a gradient is not finite, neither is a norm of a positive order, nor the divisor made from it.
+// The same holds if a quotient of a gradient and the scale is not finite, because the norm is the
+// norm of these quotients, and at least as large as each of them.
 // So if a step of a GradScaler applies the clip, the scaler checks these two numbers instead of the
 // gradients. If such a number is not finite on the host, the scaler also checks the gradients: on
 // the host a step is taken whenever all gradients are finite. See find_infs in
@@ -160,8 +161,7 @@ inline at::Tensor clip_norm(torch::optim::Optimizer& optimizer, const at::Tensor
                        std::isfinite(*excess.const_data_ptr<float>());
     if (holds) {
       const bool may_be_infinite = max_norm == 0.;
-      // A maximum over processes may lose NaNs. The norm of scaled gradients is finite if these
-      // gradients are, and only then. It does not show infs that the division by the scale creates.
+      // Not with shards: a maximum over processes may lose NaNs.
       const bool shows_non_finite =
           norm_type > 0. && !shards && !may_be_infinite && scale.defined();
       const bool names_no_scaler = !scale.defined() && !only_measures;

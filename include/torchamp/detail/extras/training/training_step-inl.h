@@ -188,7 +188,8 @@ inline void TrainingStep::clear_gradients() {
   if (masters_) detail::drop_model_gradients(*optimizer_);
 }
 
-/// Completes the gradients of a whole window, still scaled.
+/// Completes the gradients of a window, and clips them. The gradients are scaled before it; a clip
+/// unscales them, unless the optimizer is fused.
 inline void TrainingStep::complete_gradients() {
   if (group_) group_->sync_gradients();
   if (masters_) masters_->take_gradients();
