@@ -51,10 +51,5 @@ namespace detail {
 inline const bool environment_names_files = let_environment_name_files();
 }
 
-template class FusedOptimizerOf<detail::AdamKernel>;
-template class FusedOptimizerOf<detail::AdamWKernel>;
-template class FusedOptimizerOf<detail::SgdKernel>;
-template class FusedOptimizerOf<detail::AdagradKernel>;
-template class FusedOptimizerOf<detail::MuonKernel>;
-
+TORCHAMP_FUSED_OPTIMIZERS(template)
 }  // namespace TORCHAMP_NAMESPACE

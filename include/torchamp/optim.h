@@ -270,11 +270,6 @@ using FusedMuon = FusedOptimizerOf<detail::MuonKernel>;
 #ifdef TORCHAMP_COMPILED
 namespace TORCHAMP_NAMESPACE {
 
-extern template class FusedOptimizerOf<detail::AdamKernel>;
-extern template class FusedOptimizerOf<detail::AdamWKernel>;
-extern template class FusedOptimizerOf<detail::SgdKernel>;
-extern template class FusedOptimizerOf<detail::AdagradKernel>;
-extern template class FusedOptimizerOf<detail::MuonKernel>;
-
+TORCHAMP_FUSED_OPTIMIZERS(extern template)
 }  // namespace TORCHAMP_NAMESPACE
 #endif

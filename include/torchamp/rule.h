@@ -16,6 +16,7 @@
 #include <memory>
 #include <optional>
 #include <ostream>
+#include <string>
 #include <string_view>
 #include <utility>
 
@@ -157,6 +158,14 @@ struct When {
   /// synchronises, so does the step.
   Predicate predicate = nullptr;
 
+  /// Throws if no region fulfils the conditions. `call` begins the error text.
+  void check(const std::string& call) const {
+    const bool is_possible =
+        !dtype || *dtype == at::kHalf || *dtype == at::kBFloat16 || *dtype == at::kFloat;
+    TORCHAMP_CHECK(is_possible, call, ": When::dtype is ", c10::toString(*dtype),
+                   ", but no region has that dtype. Pass torch::kHalf, torch::kBFloat16 or, for "
+                   "CUDA regions, torch::kFloat.");
+  }
   /// Whether all conditions are equal.
   bool operator==(const When& other) const = default;
   /// Whether the rule holds for every call.

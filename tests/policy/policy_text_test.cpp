@@ -189,7 +189,7 @@ TEST(PolicyText, ErrorsNameTheLineAndTheFault) {
   expect("policy torch\nfp32: ,\n", "line 2: 'fp32: ,' names no op");
   expect("policy torch\nfp32 if float16: mm\n", "line 2: 'fp32 if float16' is not a rule");
   expect("policy torch\nfp32 when int8: mm\n",
-         "line 2: 'int8' is not float16, bfloat16 or float32");
+         "has the condition 'int8', which is not float16, bfloat16 or float32");
   expect("policy torch\nfp32::mm\n", "line 2: 'fp32::mm' is not of the form");
   expect("policy torch\nfp32: ops::none\n",
          "line 2: there is no family 'ops::none'; the families are matmul");

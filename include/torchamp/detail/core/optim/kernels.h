@@ -29,3 +29,12 @@ struct KernelNames {
 using FusedNames = KernelNames<AdamKernel, AdamWKernel, SgdKernel, AdagradKernel, MuonKernel>;
 
 }  // namespace torchamp::detail
+
+/// With TORCHAMP_COMPILED, compiled.h defines these templates for all programs, and optim.h
+/// declares them: `define` is `template` or `extern template`.
+#define TORCHAMP_FUSED_OPTIMIZERS(define)               \
+  define class FusedOptimizerOf<detail::AdamKernel>;    \
+  define class FusedOptimizerOf<detail::AdamWKernel>;   \
+  define class FusedOptimizerOf<detail::SgdKernel>;     \
+  define class FusedOptimizerOf<detail::AdagradKernel>; \
+  define class FusedOptimizerOf<detail::MuonKernel>;

@@ -262,10 +262,7 @@ TORCHAMP_BODY void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, c
                  " is not a rule of Cast.");
   const std::string call = (rule == Cast::fp8 ? "torchamp::" : "Policy::") + std::string(row->name);
   if (rule == Cast::fp8 && op_rule == nullptr) op_rule = make_fp8_rule("");
-  TORCHAMP_CHECK(!when.dtype || is_16_bit(*when.dtype) || *when.dtype == at::kFloat, call,
-                 ": When::dtype is ", c10::toString(*when.dtype),
-                 ", but no region has that dtype. Pass torch::kHalf, torch::kBFloat16 or, for CUDA "
-                 "regions, torch::kFloat.");
+  when.check(call);
   const bool is_family = !ops.family().empty();
   std::vector<std::string> reached;
   for (const std::string& name : ops) {

@@ -25,6 +25,7 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/schema.h"
+#include "torchamp/detail/extras/policy_text/conditions.h"
 #include "torchamp/detail/extras/policy_text/print.h"
 #include "torchamp/ops.h"
 
@@ -180,7 +181,9 @@ class PolicyParser {
     std::string head_text(line.substr(0, colon));
     const std::string fp8 = take_options(head_text);
     const auto head = split(head_text, white_space);
-    const When when = conditions(head, line.substr(0, colon));
+    When when;
+    const std::string why = head.empty() ? "names no rule" : read_conditions(head, when);
+    check(why.empty(), "'", shorten(line.substr(0, colon)), "' ", why);
     const auto names = split(line.substr(colon + 1), ",");
     check(!names.empty(), "'", shorten(line), "' names no op");
     std::vector<std::string> ops;
@@ -193,15 +196,6 @@ class PolicyParser {
       }
     }
     if (!ops.empty()) edit(head[0], ops, when, fp8);
-  }
-
-  /// The conditions behind a rule's name, as conditions_text() writes them.
-  When conditions(const std::vector<std::string>& head, std::string_view text) const {
-    When when;
-    check(head.size() == 1 || (head.size() == 3 && head[1] == "when"), "'", shorten(text),
-          "' is not a rule, or a rule and 'when float16', 'when bfloat16' or 'when float32'");
-    if (head.size() == 3) when.dtype = dtype(head[2]);
-    return when;
   }
 
   void read_base(std::string_view line) {
@@ -248,14 +242,6 @@ class PolicyParser {
     if (!name.starts_with("ops::") || !find_ops(name, "", /*missing_ok=*/true).empty()) return;
     check(false, "there is no family '", shorten(name), "'; the families are ",
           names_of(ops::families, &OpFamily::name, ", "));
-  }
-
-  at::ScalarType dtype(const std::string& name) const {
-    for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16, at::kFloat}) {
-      if (dtype_name(dtype) == name) return dtype;
-    }
-    check(false, "'", shorten(name), "' is not float16, bfloat16 or float32");
-    return at::kFloat;  // not reached, but GCC warns without it
   }
 
   template <class... Pieces>

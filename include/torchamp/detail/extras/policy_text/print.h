@@ -17,6 +17,7 @@
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/core/runtime/runtime.h"
+#include "torchamp/detail/extras/policy_text/conditions.h"
 #include "torchamp/ops.h"
 
 namespace torchamp::detail {
@@ -32,18 +33,6 @@ constexpr const CastRow* row_named(std::string_view name) {
 /// "standard" or "torch".
 inline std::string_view to_string(BaseTable base) {
   return base == BaseTable::standard ? "standard" : "torch";
-}
-
-/// As Python and a policy's text call it: "float16".
-inline std::string dtype_name(at::ScalarType dtype) {
-  return std::string(c10::getDtypeNames(dtype).first);
-}
-
-/// The conditions of a rule that are data, as text: " when float16"; PolicyParser reads it. (Names
-/// every member of When, so a new member does not compile until it is here.)
-inline std::string conditions_text(const When& when) {
-  const auto& [dtype, predicate] = when;
-  return dtype ? " when " + dtype_name(*dtype) : std::string();
 }
 
 /// One edit as text: "fp32 when float16: ops::norm, pow".
