@@ -56,10 +56,10 @@ class AccumulationResult : public StepResult {
  private:
   friend class Accumulation;
   AccumulationResult(StepResult step, int64_t micro_batches,
-                     std::shared_ptr<detail::ReadOnce<double>> kept = nullptr)
+                     std::shared_ptr<detail::ReadOnce> kept = nullptr)
       : StepResult(std::move(step)), kept_(std::move(kept)), micro_batches_(micro_batches) {}
 
-  std::shared_ptr<detail::ReadOnce<double>> kept_;  // null without drop_bad
+  std::shared_ptr<detail::ReadOnce> kept_;  // null without drop_bad
   int64_t micro_batches_;
 };
 

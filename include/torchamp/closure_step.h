@@ -135,7 +135,7 @@ class ClosureStep {
     at::Tensor value;
     if (!latest_.had_gradients) {
       missing = missing_gradients(optimizer_, scale_.scale().device());
-    } else if (!latest_.found_inf.read()) {
+    } else if (latest_.measured.found_inf.read() == 0.) {
       value = step_from(std::move(loss));
     }
     OptimizerState& stepped = ledger_.optimizers.of(optimizer_);  // the closure may use others
@@ -154,7 +154,7 @@ class ClosureStep {
       at::Tensor value = optimizer_.step([&] {
         if (first.defined()) return std::exchange(first, {});
         at::Tensor loss = evaluate();
-        if (latest_.found_inf.read()) throw StepAbandoned();
+        if (latest_.measured.found_inf.read() != 0.) throw StepAbandoned();
         return loss;
       });
       note_written(optimizer_);

@@ -46,7 +46,7 @@ class StepResult {
  public:
   /// Whether the optimizer stepped. False: a gradient held an inf or a NaN, or there was no
   /// gradient.
-  bool stepped() const { return record_->had_gradients && !record_->found_inf.read(); }
+  bool stepped() const { return record_->had_gradients && record_->found_inf.read() == 0.; }
   /// Whether the optimizer stepped: stepped().
   explicit operator bool() const { return stepped(); }
 
@@ -61,7 +61,7 @@ class StepResult {
   /// The number of consecutive iterations with an inf or a NaN, including this one; 0 if the
   /// optimizer stepped.
   int64_t skips_in_a_row() const {
-    const bool bad = record_->found_inf.read();
+    const bool bad = record_->found_inf.read() != 0.;
     if (!bad && record_->had_gradients) return 0;
     return static_cast<int64_t>(record_->skips.read()) + (bad ? 1 : 0);
   }

@@ -19,6 +19,7 @@ using torchamp::AtLimit;
 using torchamp::GradScalerOptions;
 using torchamp::detail::after_update;
 using torchamp::detail::LossScale;
+using torchamp::detail::Measured;
 using torchamp::detail::ScaleLimits;
 using torchamp::detail::ScaleMemory;
 
@@ -124,6 +125,10 @@ struct Fairseq : Published {
   int last_bad = -1;
 };
 
+Measured measured(bool bad) {
+  return {.found_inf = {.tensor = torch::full({}, bad ? 1.F : 0.F)}};
+}
+
 GradScalerOptions with_interval(GradScalerOptions options, int64_t interval) {
   options.growth_interval = interval;
   return options;
@@ -165,10 +170,10 @@ TEST(ScaleUpdate, BringsWhatAFileHoldsWithinTheOptionsLimits) {
       .growth_interval = 1, .min_scale = 4., .max_scale = 64., .hysteresis = 2};
   ScaleMemory<double> memory = torchamp::detail::initial_memory(options);
   memory.credit = 5.;
-  EXPECT_EQ(after_update(options, memory, /*bad=*/true).credit, 2.);
+  EXPECT_EQ(after_update(options, memory, measured(/*bad=*/true)).credit, 2.);
   for (const auto& [scale, expected] : {std::pair(0.5, 4.), std::pair(1024., 64.)}) {
     memory.scale = scale;
-    EXPECT_EQ(after_update(options, memory, /*bad=*/false).scale, expected);
+    EXPECT_EQ(after_update(options, memory, measured(/*bad=*/false)).scale, expected);
   }
 }
 
@@ -184,7 +189,7 @@ TEST(ScaleUpdate, FollowsThePublishedOnes) {
       one.published->iterate(bad);
       // Theirs go on to infinity or 0.
       if (one.published->scale > 0x1p100 || one.published->scale < 0x1p-100) break;
-      const ScaleMemory<double> after = after_update(one.options, state, bad);
+      const ScaleMemory<double> after = after_update(one.options, state, measured(bad));
       const bool refused = ScaleLimits::met(one.options, state, after).min_scale &&
                            one.options.at_min_scale == AtLimit::throw_error;
       ASSERT_EQ(refused, one.published->refused);
@@ -228,7 +233,7 @@ TEST(ScaleUpdate, FollowsTheTablesOfThePresets) {
     row.options.growth_interval = 3;
     ScaleMemory<double> state = torchamp::detail::initial_memory(row.options);
     for (std::size_t i = 0; i < row.iterations.size(); ++i) {
-      state = after_update(row.options, state, row.iterations[i] == 'x');
+      state = after_update(row.options, state, measured(row.iterations[i] == 'x'));
       EXPECT_EQ(state.scale, std::ldexp(1., row.powers[i])) << "iteration " << i;
     }
   }
@@ -258,8 +263,8 @@ TEST(ScaleUpdate, DoesTheSameOnADeviceAsOnTheHost) {
     device.create(at::kCPU);
     const torch::NoGradGuard no_grad;
     for (const bool bad : random_iterations(random(), 60)) {
-      host = after_update(options, host, bad);
-      device.advance(torch::full({}, bad ? 1.F : 0.F));
+      host = after_update(options, host, measured(bad));
+      device.advance(measured(bad));
       ASSERT_EQ(device.host(), nullptr);
       const ScaleMemory<double> read = device.read();
       ASSERT_EQ(read.scale, host.scale);
@@ -291,8 +296,8 @@ TEST(ScaleUpdate, GoesOnOnADeviceFromWhatAFileAndANewIntervalHaveSet) {
     host.growth_tracker =
         std::min(host.growth_tracker, static_cast<double>(options.growth_interval - 1));
     for (const bool bad : random_iterations(random(), 30)) {
-      host = after_update(options, host, bad);
-      device.advance(torch::full({}, bad ? 1.F : 0.F));
+      host = after_update(options, host, measured(bad));
+      device.advance(measured(bad));
       const ScaleMemory<double> read = device.read();
       ASSERT_EQ(read.scale, host.scale);
       ASSERT_EQ(read.credit, host.credit);
@@ -308,8 +313,8 @@ TEST(ScaleUpdate, CountsALargeHysteresisOnADeviceExactly) {
   device.create(at::kCPU);
   const torch::NoGradGuard no_grad;
   for (int i = 1; i <= 3100; ++i) {
-    host = after_update(options, host, /*bad=*/true);
-    device.advance(torch::ones({}));
+    host = after_update(options, host, measured(/*bad=*/true));
+    device.advance(measured(/*bad=*/true));
     if (i % 100 != 0 && i < 2990) continue;
     ASSERT_EQ(device.read().credit, host.credit) << i;
     ASSERT_EQ(device.read_scale(), host.scale) << i;

@@ -13,7 +13,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <iterator>
-#include <optional>
 #include <unordered_set>
 #include <utility>
 #include <vector>
@@ -124,7 +123,7 @@ inline bool OrderCheck::clips_nothing(const Moment& moment) const {
 
 inline void OrderCheck::look_for_kept_gradients() {
   for (const Handled& one : last_handled_) {
-    if (one.skipped != true) continue;
+    if (!one.skipped) continue;
     for (std::size_t i = 0; i < one.gradients.size(); ++i) {
       const at::Tensor now = gradient_of(one.parameters[i].lock());
       if (now.defined() && one.gradients[i].is_same(now)) kept_.emplace_back(now);
@@ -269,7 +268,7 @@ TORCHAMP_BODY void OrderCheck::note_unscaled(const torch::optim::Optimizer& opti
 }
 
 TORCHAMP_BODY void OrderCheck::note_stepped(const torch::optim::Optimizer& optimizer,
-                                            std::optional<bool> skipped) {
+                                            bool skipped) {
   handled(optimizer).skipped = skipped;
 }
 

@@ -68,8 +68,8 @@ class OrderCheck {
   Sentences steps(const Moment& moment);
   /// unscale_ has divided the gradients. `found_inf`: 0-dim fp32.
   void note_unscaled(const torch::optim::Optimizer& optimizer, const at::Tensor& found_inf);
-  /// step has stepped or skipped; `skipped` is unset if the host does not know which.
-  void note_stepped(const torch::optim::Optimizer& optimizer, std::optional<bool> skipped);
+  /// step has stepped or skipped; `skipped` is false if only a device holds the flag.
+  void note_stepped(const torch::optim::Optimizer& optimizer, bool skipped);
   /// The program drops the records of the optimizer.
   void forget(const torch::optim::Optimizer& optimizer);
   /// The iteration ends.
@@ -91,7 +91,7 @@ class OrderCheck {
   struct Handled {
     OptimizerIdentity optimizer;
     Snapshot parameters{}, gradients{};
-    std::optional<bool> skipped{};
+    bool skipped = false;
     at::Tensor found_inf{};  ///< defined if it was unscaled and not stepped
   };
   struct Row;

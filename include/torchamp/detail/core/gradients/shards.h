@@ -20,7 +20,7 @@ class Shards {
   Shards& operator=(const Shards&) = delete;
   virtual ~Shards() = default;
 
-  /// Replaces a number by its maximum over all processes: found_inf, or the largest gradient.
+  /// Replaces a number by its maximum over all processes.
   virtual void agree_largest(at::Tensor& number) const = 0;
 
   /// The norm of all gradients, from the norms of each process's own gradients.

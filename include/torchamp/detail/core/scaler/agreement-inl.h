@@ -4,7 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <optional>
 #include <utility>
 
 #include "torchamp/detail/core/base/tensors.h"
@@ -38,20 +37,27 @@ inline bool has_others(const OptimizerState& state, const GradScalerOptions& opt
   return options.agree_found_inf || state.shards;
 }
 
-/// Makes found_inf the flag of all processes, once.
+/// Replaces the measured numbers by the numbers of all processes, once.
 TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale) {
   if (state.agreement != OptimizerState::Agreement::none) return;
   const GradScalerOptions& options = scale.options();
   if (has_others(state, options)) {
     const InternalOps guard;
-    at::Tensor found_inf = state.found_inf.tensor.clone();
-    options.agree_found_inf ? options.agree_found_inf(found_inf)
-                            : state.shards->agree_largest(found_inf);
-    TORCHAMP_CHECK(found_inf.defined() && found_inf.numel() == 1,
-                   "GradScaler: found_inf is not a tensor of one element after agree_found_inf. "
-                   "Write to it in place, or assign a tensor of one element.");
-    found_inf = found_inf.reshape({}).ne(0).to(scale.scale().options());
-    state.found_inf = {std::move(found_inf), std::nullopt};
+    for (const MeasuredRow& row : measured_rows) {
+      ReadOnce& number = state.measured.*row.number;
+      if (!number.tensor.defined()) continue;
+      at::Tensor agreed = number.tensor.clone();
+      if (options.agree_found_inf && row.number == &Measured::found_inf) {
+        options.agree_found_inf(agreed);
+        TORCHAMP_CHECK(agreed.defined() && agreed.numel() == 1,
+                       "GradScaler: found_inf is not a tensor of one element after "
+                       "agree_found_inf. Write to it in place, or assign a tensor of one element.");
+        agreed = agreed.reshape({}).ne(0).to(scale.scale().options());
+      } else if (state.shards) {
+        row.agree(*state.shards, agreed);
+      }
+      number = {.tensor = std::move(agreed)};
+    }
   }
   state.agreement = OptimizerState::Agreement::reached;
 }

@@ -12,7 +12,6 @@
 #include <iterator>
 
 #include "torchamp/detail/core/base/devices.h"
-#include "torchamp/detail/core/scaler/scale_memory.h"
 #include "torchamp/detail/core/scaler/scale_update.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
@@ -37,10 +36,9 @@ class DeviceUpdate {
   /// Synchronises.
   virtual void read(ScaleMemory<double>& values) const = 0;
   virtual void limit_growth_tracker(int64_t last) = 0;
-  /// Changes `scale` in place, within its limits. `found_inf` is 0-dim fp32, 0 or 1; `skips`: the
-  /// skips in a row before.
+  /// Changes `scale` in place, within its limits. `skips`: the skips in a row before.
   virtual void make(const GradScalerOptions& options, const at::Tensor& scale,
-                    const at::Tensor& found_inf, const at::Tensor& skips) = 0;
+                    const Measured& measured, const at::Tensor& skips) = 0;
 };
 
 /// torch.amp's update, and the limits.
@@ -57,11 +55,11 @@ class TorchUpdate final : public DeviceUpdate {
   }
   void limit_growth_tracker(int64_t last) override { growth_tracker_.clamp_max_(last); }
 
-  void make(const GradScalerOptions& options, const at::Tensor& scale, const at::Tensor& found_inf,
+  void make(const GradScalerOptions& options, const at::Tensor& scale, const Measured& measured,
             const at::Tensor& /*skips*/) override {
     at::Tensor updated = scale;
-    at::_amp_update_scale_(updated, growth_tracker_, found_inf, options.growth_factor,
-                           options.backoff_factor, options.growth_interval);
+    at::_amp_update_scale_(updated, growth_tracker_, measured.found_inf.tensor,
+                           options.growth_factor, options.backoff_factor, options.growth_interval);
     updated.clamp_(options.min_scale, options.max_scale);
   }
 
@@ -70,13 +68,9 @@ class TorchUpdate final : public DeviceUpdate {
 };
 
 /// The number of row `i`.
-template <class Number>
-Number& number_of(ScaleMemory<Number>& memory, std::size_t i) {
-  return memory.*scale_memory_rows<Number>[i].number;
-}
-template <class Number>
-const Number& number_of(const ScaleMemory<Number>& memory, std::size_t i) {
-  return memory.*scale_memory_rows<Number>[i].number;
+template <class Memory>
+auto& number_of(Memory& memory, std::size_t i) {
+  return memory.*scale_memory_rows<decltype(memory.scale)>[i].number;
 }
 
 /// Any update: the host's formula on tensors.
@@ -102,12 +96,12 @@ class FormulaUpdate final : public DeviceUpdate {
   }
   void limit_growth_tracker(int64_t last) override { memory_.growth_tracker.clamp_max_(last); }
 
-  void make(const GradScalerOptions& options, const at::Tensor& scale, const at::Tensor& found_inf,
+  void make(const GradScalerOptions& options, const at::Tensor& scale, const Measured& measured,
             const at::Tensor& skips) override {
     ScaleMemory<at::Tensor> before = memory_;
     before.scale = scale.to(number_);
     before.skips = skips.to(number_);
-    const ScaleMemory<at::Tensor> after = after_update(options, before, found_inf != 0.);
+    const ScaleMemory<at::Tensor> after = after_update(options, before, measured);
     scale.copy_(after.scale);  // an unchanged number is copied onto itself
     for (std::size_t i = 0; i < rows; ++i) {
       if (number_of(memory_, i).defined()) number_of(memory_, i).copy_(number_of(after, i));

@@ -11,7 +11,6 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -32,22 +31,19 @@ namespace TORCHAMP_NAMESPACE {
 
 namespace detail {
 
-/// What the optimizers of the iteration have found. Where other processes have a say, all processes
-/// come here together: what they have not agreed on yet they do here.
-inline Findings findings_of(StepLedger& ledger, LossScale& scale) {
-  Findings found;
+/// The numbers of all optimizers of the iteration; undefined without gradients. All processes that
+/// must agree come here together, and agree on what they have not agreed on yet.
+inline Measured measured_of(StepLedger& ledger, LossScale& scale) {
+  Measured measured;
   for (auto& entry : ledger.optimizers) {
     OptimizerState& state = entry.state;
     if (state.stage == OptimizerState::Stage::ready) continue;
     agree(state, scale);
     // Processes that have agreed make the same update, even a process without gradients.
     if (!state.had_gradients && !has_others(state, scale.options())) continue;
-    const std::optional<bool> flag = state.found_inf.without_reading();
-    found.known &= flag.has_value();
-    found.bad |= flag.value_or(false);
-    found.flags.push_back(state.found_inf.tensor);
+    merge(measured, state.measured);
   }
-  return found;
+  return measured;
 }
 
 TORCHAMP_BODY void restore_scaler(GradScaler& scaler, const char* call,
@@ -154,8 +150,8 @@ TORCHAMP_BODY StepResult GradScaler::step(torch::optim::Optimizer& optimizer) {
   if (!state.had_gradients) {
     missing = missing_gradients(optimizer, scale_.scale().device());
   } else if (fused) {
-    value = detail::call_scaled_step(*fused, divisor, state.found_inf.tensor);
-  } else if (!state.found_inf.read()) {
+    value = detail::call_scaled_step(*fused, divisor, state.measured.found_inf.tensor);
+  } else if (state.measured.found_inf.read() == 0.) {
     value = optimizer.step();
     detail::note_written(optimizer);
   }
@@ -181,11 +177,12 @@ TORCHAMP_BODY void GradScaler::update() {
   detail::ScaleLimits::Met met;
   {
     const detail::InternalOps guard;
-    const detail::Findings found = detail::findings_of(ledger_, scale_);
-    // A device changes the scale in place, but the program may still query results of earlier
-    // steps.
-    if (!found.flags.empty() && !scale_.knows(found)) ledger_.keep_results();
-    met = scale_.update(found);
+    const detail::Measured measured = detail::measured_of(ledger_, scale_);
+    if (measured.found_inf.tensor.defined()) {
+      // A device changes the scale in place, which results of earlier steps may refer to.
+      if (!scale_.knows(measured)) ledger_.keep_results();
+      met = scale_.update(measured);
+    }
   }
   const auto mistakes = ledger_.end_iteration();
   // Last: these may run the program's code, which may throw, or call the scaler.
@@ -252,7 +249,7 @@ TORCHAMP_BODY at::Tensor GradScaler::found_inf(const torch::optim::Optimizer& op
   detail::OptimizerState* const state = ledger_.optimizers.find(optimizer);
   if (!state || state->stage == detail::OptimizerState::Stage::ready) return {};
   detail::agree(*state, scale_);
-  return state->found_inf.tensor;
+  return state->measured.found_inf.tensor;
 }
 
 TORCHAMP_BODY GradScalerState GradScaler::state_dict() const {

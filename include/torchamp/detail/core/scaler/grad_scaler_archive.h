@@ -57,15 +57,6 @@ inline double read_count(torch::serialize::InputArchive& archive, const std::str
 // a shorter one; missing numbers have their initial values. If a number is listed and has no row, a
 // later version has written the archive.
 
-/// The rows of torchamp's own numbers.
-inline auto own_rows() {
-  std::vector<ScaleMemoryRow<double>> rows;
-  for (const auto& row : scale_memory_rows<double>) {
-    if (row.kind == ScaleMemoryRow<double>::Kind::count) rows.push_back(row);
-  }
-  return rows;
-}
-
 inline int64_t checksum_of(const GradScalerState& state, const std::vector<double>& numbers) {
   Checksum sum;
   const auto add = [&](double value) { sum.add(&value, sizeof value); };
@@ -97,18 +88,19 @@ inline void read_own_numbers(torch::serialize::InputArchive& archive, const Grad
                                       "torchamp_skips_in_a_row");
   std::vector<double> numbers;
   for (std::string name; names >> name;) {
-    const auto rows = own_rows();
-    const auto row =
-        std::find_if(rows.begin(), rows.end(), [&](const auto& one) { return one.name == name; });
+    const auto* const end = std::end(scale_memory_rows<double>);
+    const auto* const row = std::find_if(std::begin(scale_memory_rows<double>), end,
+                                         [&](const auto& one) { return one.name == name; });
     const bool is_held = archive.try_read(name, number);
     TORCHAMP_CHECK(!has_list || is_held, damaged);
-    TORCHAMP_CHECK(row != rows.end() || !has_list, of_later_version, name,
+    TORCHAMP_CHECK(row != end || !has_list, of_later_version, name,
                    "\". Load it with that version, or set GradScalerOptions::init_scale to ",
                    state.scale, ", its scale.");
-    double count = row == rows.end() ? 0. : rest.*row->number;
-    if (is_held) count = read_count(archive, name);
-    if (row != rows.end()) rest.*row->number = count;
-    numbers.push_back(count);
+    double unused = 0.;
+    double& value = row == end ? unused : rest.*row->number;
+    const bool is_whole = row == end || row->is_whole;
+    if (is_held) value = is_whole ? read_count(archive, name) : read_double(archive, name);
+    numbers.push_back(value);
   }
   TORCHAMP_CHECK(!archive.try_read("torchamp_checksum", checksum) ||
                      (checksum.isInt() && checksum.toInt() == checksum_of(state, numbers)),
@@ -136,17 +128,18 @@ struct ScalerArchive<GradScaler> {
     const LossScale& scale = ScalerParts::scale(scaler);
     const ScaleMemory<double> values = scale.read();
     const GradScalerState state = scale.state_of(values);
-    archive.write("scale", c10::IValue(state.scale));
     archive.write("growth_factor", c10::IValue(state.growth_factor));
     archive.write("backoff_factor", c10::IValue(state.backoff_factor));
     archive.write("growth_interval", c10::IValue(state.growth_interval));
-    archive.write("growth_tracker", c10::IValue(state.growth_tracker));
     std::string names;
     std::vector<double> numbers;
-    for (const auto& row : own_rows()) {
-      numbers.push_back(values.*row.number);
-      archive.write(row.name, c10::IValue(static_cast<int64_t>(numbers.back())));
-      names += names.empty() ? row.name : std::string(" ") + row.name;
+    for (const auto& row : scale_memory_rows<double>) {
+      const double value = values.*row.number;
+      archive.write(std::string(row.name),
+                    row.is_whole ? c10::IValue(static_cast<int64_t>(value)) : c10::IValue(value));
+      if (!row.is_own()) continue;
+      numbers.push_back(value);
+      names.append(names.empty() ? "" : " ").append(row.name);
     }
     archive.write("torchamp_numbers", c10::IValue(names));
     archive.write("torchamp_checksum", c10::IValue(checksum_of(state, numbers)));

@@ -5,19 +5,15 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/addcmul.h>
 #include <ATen/ops/full.h>
-#include <ATen/ops/maximum.h>
 #include <ATen/ops/nan_to_num.h>
 #include <ATen/ops/ones.h>
 #include <c10/core/InferenceMode.h>
 
 #include <algorithm>
-#include <cstddef>
 #include <cstdint>
 #include <limits>
 #include <memory>
-#include <optional>
 #include <utility>
-#include <vector>
 
 #include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/tensors.h"
@@ -26,7 +22,6 @@
 #include "torchamp/detail/core/scaler/device_update.h"
 #include "torchamp/detail/core/scaler/read_once.h"
 #include "torchamp/detail/core/scaler/scale_limits.h"
-#include "torchamp/detail/core/scaler/scale_memory.h"
 #include "torchamp/detail/core/scaler/scale_update.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
@@ -42,13 +37,6 @@ namespace torchamp::detail {
 // the host does not have the flag. From then on the state is on the device, permanently, because a
 // captured CUDA graph may replay its update without the host; there an update is a few kernels in
 // place.
-
-/// The results of the checks of an iteration's gradients.
-struct Findings {
-  std::vector<at::Tensor> flags{};  ///< of each: 0-dim fp32, 1 for an inf or a NaN, else 0
-  bool known = true;                ///< to the host, without a read
-  bool bad = false;                 ///< as far as known
-};
 
 /// A GradScaler's options, its scale, and the numbers that updates use, on the host or on a device.
 class LossScale {
@@ -117,13 +105,11 @@ class LossScale {
   const ScaleMemory<double>* host() const { return on_device_ ? nullptr : &host_; }
   /// The scale and the bad iterations in a row; after keep() of these, later changes do not affect
   /// them.
-  ReadOnce<double> scale_once() const {
-    return on_device_ ? ReadOnce<double>{.tensor = scale_}
-                      : ReadOnce<double>{.on_host = host_.scale};
+  ReadOnce scale_once() const {
+    return on_device_ ? ReadOnce{.tensor = scale_} : ReadOnce{.on_host = host_.scale};
   }
-  ReadOnce<double> skips_once() const {
-    return on_device_ ? ReadOnce<double>{.tensor = skips_}
-                      : ReadOnce<double>{.on_host = host_.skips};
+  ReadOnce skips_once() const {
+    return on_device_ ? ReadOnce{.tensor = skips_} : ReadOnce{.on_host = host_.skips};
   }
   double read_scale() const { return scale_once().read(); }
 
@@ -206,15 +192,14 @@ class LossScale {
   // ---- The update
 
   /// Whether the host can make this update.
-  bool knows(const Findings& found) const { return !on_device_ && found.known; }
+  bool knows(const Measured& measured) const { return !on_device_ && is_on_host(measured); }
 
   /// Updates the scale after an iteration, without a read. Returns the limits that are met. If a
   /// limit throws, nothing is changed.
-  ScaleLimits::Met update(const Findings& found) {
+  ScaleLimits::Met update(const Measured& measured) {
     ScaleLimits::Met met;
-    if (found.flags.empty()) return met;
-    if (knows(found)) {
-      ScaleMemory<double> after = after_update(options_, host_, found.bad);
+    if (knows(measured)) {
+      const ScaleMemory<double> after = after_update(options_, host_, measured);
       met = ScaleLimits::met(options_, host_, after);
       ScaleLimits::throw_if_met(options_, met);
       set(after);
@@ -224,9 +209,7 @@ class LossScale {
     // The mirror has the numbers of an earlier update, as far as they have arrived: nothing waits.
     if (watched) met = limits_.met_in_mirror(options_);
     ScaleLimits::throw_if_met(options_, met);
-    at::Tensor bad = found.flags.front();
-    for (std::size_t i = 1; i < found.flags.size(); ++i) bad = at::maximum(bad, found.flags[i]);
-    advance(bad);
+    advance(measured);
     if (watched) limits_.mirror.send(scale_and_skips_);
     return met;
   }
@@ -241,11 +224,11 @@ class LossScale {
     }
   }
 
-  /// An iteration whose flag is on the device: 0-dim fp32 on the scale's device, 1 if bad,
-  /// otherwise 0. In place, without a read.
-  void advance(const at::Tensor& found_inf) {
+  /// The update on the device, in place, without a read.
+  void advance(const Measured& measured) {
     leave_host();
-    if (options_.dynamic) on_device_->make(options_, scale_, found_inf, skips_);
+    const at::Tensor& found_inf = measured.found_inf.tensor;
+    if (options_.dynamic) on_device_->make(options_, scale_, measured, skips_);
     at::addcmul_out(skips_, found_inf, skips_, found_inf);  // one more if bad, otherwise 0
     if (replays_ == Replays::unknown) return;
     skip_warning_->count_iteration(skips_);

@@ -14,7 +14,7 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/optimizer_identity.h"
 #include "torchamp/detail/core/gradients/shards.h"
-#include "torchamp/detail/core/scaler/read_once.h"
+#include "torchamp/detail/core/scaler/scale_update.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
@@ -42,7 +42,7 @@ namespace torchamp::detail {
 /// The stage of an optimizer in this iteration, see Note [An iteration].
 struct OptimizerState {
   enum class Stage { ready, unscaled, stepped };
-  /// Which gradients found_inf covers, see Note [What processes agree on]. Without other processes
+  /// Which gradients `measured` covers, see Note [What processes agree on]. Without other processes
   /// it has no meaning.
   enum class Agreement {
     none,     ///< gradients of this process
@@ -50,7 +50,7 @@ struct OptimizerState {
     binding,  ///< like reached, even for a step that is tried again
   };
   Stage stage = Stage::ready;
-  ReadOnce<bool> found_inf{};  ///< 0 or 1; undefined while ready
+  Measured measured{};         ///< undefined while ready
   bool had_gradients = false;  ///< at least one was checked
   Agreement agreement = Agreement::none;
   bool in_closure = false;           ///< a step with a closure is being made

@@ -4,27 +4,36 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <type_traits>
 
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
 
-/// A 0-dim fp32 tensor, read at most once. As a bool, whether it is not 0.
-template <class T>
+/// A number in a 0-dim fp32 tensor, read at most once.
 struct ReadOnce {
   at::Tensor tensor{};
-  std::optional<T> on_host{};
+  std::optional<double> on_host{};
 
   /// The value, if it is available without waiting for a device.
-  std::optional<T> without_reading() const {
+  std::optional<double> without_reading() const {
     if (on_host) return on_host;
-    if (tensor.is_cpu()) return static_cast<T>(*tensor.const_data_ptr<float>());
+    if (tensor.defined() && tensor.is_cpu()) return *tensor.const_data_ptr<float>();
     return std::nullopt;
   }
 
+  /// A Number is the tensor, or a double that the host has.
+  template <class Number>
+  Number as() const {
+    if constexpr (std::is_same_v<Number, double>)
+      return *without_reading();
+    else
+      return tensor;
+  }
+
   /// Synchronises if the host does not have the value.
-  T read() {
-    if (!on_host) on_host = static_cast<T>(tensor.item<float>());
+  double read() {
+    if (!on_host) on_host = tensor.item<double>();
     return *on_host;
   }
 

@@ -8,7 +8,7 @@
 
 #include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/text.h"
-#include "torchamp/detail/core/scaler/scale_memory.h"
+#include "torchamp/detail/core/scaler/scale_update.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 

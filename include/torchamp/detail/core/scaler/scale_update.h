@@ -1,23 +1,121 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The formula of the next scale, for numbers of the host and for tensors.
+// The numbers of a scale update, and the formula of the next scale.
 #pragma once
 
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/clamp.h>
 #include <ATen/ops/isfinite.h>
+#include <ATen/ops/maximum.h>
 #include <ATen/ops/where.h>
 
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <iterator>
+#include <optional>
+#include <string_view>
 
-#include "torchamp/detail/core/scaler/scale_memory.h"
+#include "torchamp/detail/core/gradients/shards.h"
+#include "torchamp/detail/core/scaler/read_once.h"
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
+
+/// The numbers that scale updates carry from one iteration to the next. Number is double on the
+/// host, and a 0-dim tensor on a device, so that both use one formula. Each number has a row in
+/// scale_memory_rows.
+template <class Number>
+struct ScaleMemory {
+  Number scale;
+  Number growth_tracker;
+  Number credit;  ///< bad iterations until the scale backs off
+  Number skips;   ///< bad iterations in a row
+};
+
+/// The description of a number in ScaleMemory.
+template <class Number>
+struct ScaleMemoryRow {
+  std::string_view name;  ///< in archives
+  bool is_whole;
+  Number ScaleMemory<Number>::*number;
+  double (*initial)(const GradScalerOptions& options);
+  /// Whether the number makes the update different from torch.amp's with these options.
+  bool (*wanted)(const GradScalerOptions& options) = nullptr;
+
+  /// Whether torch.amp does not have the number, so that GradScalerState has no place for it.
+  bool is_own() const { return name.starts_with("torchamp_"); }
+};
+
+/// One row for each number, in the order of the archives' checksum. A new number is a member above,
+/// a row at the end, and its effect in after_update(): loading an archive of an earlier version,
+/// which does not hold it, gives it the initial value.
+template <class Number>
+inline constexpr ScaleMemoryRow<Number> scale_memory_rows[] = {
+    {"scale", /*is_whole=*/false, &ScaleMemory<Number>::scale,
+     [](const GradScalerOptions& options) -> double {
+       return static_cast<float>(options.init_scale);
+     }},
+    {"growth_tracker", /*is_whole=*/true, &ScaleMemory<Number>::growth_tracker,
+     [](const GradScalerOptions& options) {
+       return static_cast<double>(options.growth_tracker_start);
+     },
+     [](const GradScalerOptions& options) { return options.growth_tracker_start != 0; }},
+    {"torchamp_credit", /*is_whole=*/true, &ScaleMemory<Number>::credit,
+     [](const GradScalerOptions& options) { return static_cast<double>(options.hysteresis); },
+     [](const GradScalerOptions& options) { return options.hysteresis != 1; }},
+    {"torchamp_skips_in_a_row", /*is_whole=*/true, &ScaleMemory<Number>::skips,
+     [](const GradScalerOptions& /*options*/) { return 0.; }},
+};
+static_assert(std::size(scale_memory_rows<double>) * sizeof(double) == sizeof(ScaleMemory<double>),
+              "Each number has a row.");
+
+/// The numbers that the checks of an iteration's gradients have measured, of one optimizer or of
+/// several, for the update. Each is on the scale's device, and has a row in measured_rows. A number
+/// that no option needs is undefined.
+struct Measured {
+  ReadOnce found_inf{};  ///< 1 for an inf or a NaN, else 0
+};
+
+/// The description of a number in Measured.
+struct MeasuredRow {
+  ReadOnce Measured::*number;
+  /// The number of two optimizers.
+  ReadOnce (*of_both)(const ReadOnce& one, const ReadOnce& other);
+  /// Makes the number of this process's shards the number of all processes.
+  void (*agree)(const Shards& shards, at::Tensor& number);
+};
+
+inline ReadOnce larger(const ReadOnce& one, const ReadOnce& other) {
+  const std::optional<double> a = one.without_reading(), b = other.without_reading();
+  if (a && b) return *a < *b ? other : one;
+  return {.tensor = at::maximum(one.tensor, other.tensor)};
+}
+
+/// One row for each number. A new number is a member above, a row here, and its measurement in
+/// step-inl.h.
+inline constexpr MeasuredRow measured_rows[] = {
+    {&Measured::found_inf, larger,
+     [](const Shards& shards, at::Tensor& number) { shards.agree_largest(number); }},
+};
+static_assert(std::size(measured_rows) * sizeof(ReadOnce) == sizeof(Measured),
+              "Each number has a row.");
+
+/// Whether the host has all numbers, without a read.
+inline bool is_on_host(const Measured& measured) {
+  return std::all_of(std::begin(measured_rows), std::end(measured_rows), [&](const auto& row) {
+    const ReadOnce& number = measured.*row.number;
+    return number.without_reading() || !number.tensor.defined();
+  });
+}
+/// Adds the numbers of an optimizer, without a read.
+inline void merge(Measured& measured, const Measured& other) {
+  for (const MeasuredRow& row : measured_rows) {
+    ReadOnce& number = measured.*row.number;
+    number = number.tensor.defined() ? row.of_both(number, other.*row.number) : other.*row.number;
+  }
+}
 
 // The arithmetic of a scale update, for doubles on the host and 0-dim tensors on a device.
 
@@ -56,17 +154,18 @@ inline ScaleMemory<double> initial_memory(const GradScalerOptions& options) {
 /// Whether ATen's kernel for torch.amp does the whole update. It does not change torchamp's own
 /// numbers.
 inline bool is_torch_update(const GradScalerOptions& options) {
-  return options.dynamic && options.growth_tracker_start == 0 &&
+  return options.dynamic &&
          std::none_of(std::begin(scale_memory_rows<double>), std::end(scale_memory_rows<double>),
-                      [&](const auto& row) { return row.wanted(options); });
+                      [&](const auto& row) { return row.wanted && row.wanted(options); });
 }
 
-/// The numbers after an iteration that was `bad` or not (a bool, or a 0-dim bool tensor). This
-/// formula is used on the host for every rule, and on a device for all rules except torch.amp's,
-/// for which ATen has a kernel.
-template <class Number, class Bool>
+/// The numbers after an iteration. This formula is used on the host for every rule, and on a device
+/// for all rules except torch.amp's, for which ATen has a kernel.
+template <class Number>
 ScaleMemory<Number> after_update(const GradScalerOptions& options,
-                                 const ScaleMemory<Number>& before, const Bool& bad) {
+                                 const ScaleMemory<Number>& before, const Measured& measured) {
+  auto bad = measured.found_inf.as<Number>() != 0.;
+  using Bool = decltype(bad);
   ScaleMemory<Number> after = before;
   after.skips = choose(bad, before.skips + 1., 0.);
   if (!options.dynamic) return after;

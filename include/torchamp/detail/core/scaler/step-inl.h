@@ -9,7 +9,6 @@
 #include <cmath>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <utility>
 #include <vector>
 
@@ -90,7 +89,7 @@ TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
   }
   if (scale.may_be_below_one()) check_unscaled(batches, found_inf);
   return {.stage = OptimizerState::Stage::unscaled,
-          .found_inf = {std::move(found_inf), std::nullopt},
+          .measured = {.found_inf = {.tensor = std::move(found_inf)}},
           .had_gradients = !batches.empty(),
           .gradients = count_gradients(optimizer),
           .moved = gradients_moved(),
@@ -105,12 +104,12 @@ inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState
   const InternalOps guard;
   if (state.agreement == Agreement::reached) {
     // GradScaler::found_inf() has reached it, and given its caller this flag.
-    state.found_inf = {state.found_inf.tensor.clone(), std::nullopt};
+    state.measured.found_inf = {.tensor = state.measured.found_inf.tensor.clone()};
   }
   state.shards = shards_of(optimizer, "GradScaler::step");
   const auto batches = gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step");
   state.had_gradients |= !batches.empty();
-  check_unscaled(batches, state.found_inf.tensor);
+  check_unscaled(batches, state.measured.found_inf.tensor);
   state.agreement = Agreement::none;
 }
 
@@ -152,25 +151,25 @@ inline bool device_sees_finite(at::Device device, const StepDivisor& divisor) {
          norm.device() == device;
 }
 
-/// Sets found_inf to 1 if a gradient, its quotient or the divisor is not finite. `may_overflow`:
-/// dividing by the scale may make an inf of a finite gradient.
-inline void find_infs(const std::vector<GradientBatch>& batches, const StepDivisor& divisor,
-                      const LossScale& scale, bool may_overflow, OptimizerState& state) {
-  at::Tensor& found_inf = state.found_inf.tensor;
-  const at::Device home = scale.scale().device();
+/// Returns found_inf: 1 if a gradient, its quotient or the divisor is not finite.
+inline at::Tensor find_infs(const std::vector<GradientBatch>& batches, const StepDivisor& divisor,
+                            const LossScale& scale) {
+  at::Tensor found_inf = at::zeros({}, scale.scale().options());
+  const at::Device home = found_inf.device();
   const at::Tensor number = number_to_check(divisor);
-  // The norm of a clip has read all gradients already: see Note [One read for norm and check].
-  if (host_sees_finite(divisor)) return;
-  if (device_sees_finite(home, divisor)) {
+  if (product_overflows(scale, divisor.clip)) {
+    found_inf.fill_(1.);
+  } else if (device_sees_finite(home, divisor)) {
     // The norm is the program's. The kernel multiplies it by 1, which is not to count as a write.
     const at::AutoDispatchBelowADInplaceOrView versions_stay;
     check_numbers({{home, at::kFloat}, {number, divisor.clip.norm}}, scale.one(), found_inf);
-    return;
+  } else if (!host_sees_finite(divisor)) {
+    // If the scale may be below 1, dividing by it may make an inf of a finite gradient.
+    const at::Tensor divides = scale.may_be_below_one() ? scale.scale() : at::Tensor();
+    check_before_division(batches, {.scale = divides, .number = number, .one = scale.one()},
+                          found_inf);
   }
-  check_before_division(
-      batches,
-      {.scale = may_overflow ? scale.scale() : at::Tensor(), .number = number, .one = scale.one()},
-      found_inf);
+  return found_inf;
 }
 
 /// Checks gradients that a fused step divides; returns the divisor. A step that is tried again
@@ -180,17 +179,13 @@ inline StepDivisor check_before_fused_step(torch::optim::Optimizer& optimizer, c
                                            OptimizerState& state, LossScale& scale) {
   using Agreement = OptimizerState::Agreement;
   const InternalOps guard;
-  const bool may_overflow = scale.may_be_below_one();
   StepDivisor divisor{clip.times(scale.scale()), clip};
   state.shards = shards_of(optimizer, "GradScaler::step");
   const auto batches = gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step");
   if (state.agreement == Agreement::binding) return divisor;
   state.agreement = Agreement::none;
   state.had_gradients = !batches.empty();
-  state.found_inf = {at::zeros({}, scale.scale().options()), std::nullopt};
-  find_infs(batches, divisor, scale, may_overflow, state);
-  if (product_overflows(scale, clip))
-    state.found_inf.tensor.fill_(1.);  // see Note [A large scale and a clip]
+  state.measured = {.found_inf = {.tensor = find_infs(batches, divisor, scale)}};
   return divisor;
 }
 

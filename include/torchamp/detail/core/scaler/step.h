@@ -15,7 +15,7 @@ namespace torchamp::detail {
 /// begins the error texts.
 TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimizer, LossScale& scale,
                                                const char* call);
-/// Makes found_inf the flag of all processes, once.
+/// Replaces the measured numbers by the numbers of all processes, once.
 TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale);
 
 }  // namespace torchamp::detail

@@ -10,7 +10,6 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
-#include <optional>
 #include <sstream>
 #include <utility>
 #include <vector>
@@ -30,11 +29,11 @@ namespace torchamp::detail {
 
 /// The data of a StepResult, which its copies share. Initially the data for a disabled scaler.
 struct StepRecord {
-  ReadOnce<bool> found_inf{.on_host = false};
+  ReadOnce found_inf{.on_host = 0.};
   bool had_gradients = true;
-  ReadOnce<double> scale{.on_host = 1.};  ///< the gradients' scale
-  ReadOnce<double> skips{.on_host = 0.};  ///< bad iterations in a row before this one
-  at::Tensor value{};                     ///< the result of the optimizer's step
+  ReadOnce scale{.on_host = 1.};  ///< the gradients' scale
+  ReadOnce skips{.on_host = 0.};  ///< bad iterations in a row before this one
+  at::Tensor value{};             ///< the result of the optimizer's step
   std::vector<MissingGradient> missing{};
 };
 
@@ -116,7 +115,8 @@ class StepLedger {
   void note_unscaled(const torch::optim::Optimizer& optimizer, const OptimizerState& state) {
     note_divided(optimizer);
     with_check([&](OrderCheck& check) {
-      check.note_unscaled(optimizer, state.had_gradients ? state.found_inf.tensor : at::Tensor());
+      check.note_unscaled(optimizer,
+                          state.had_gradients ? state.measured.found_inf.tensor : at::Tensor());
     });
   }
   void check_steps(const torch::optim::Optimizer& optimizer) {
@@ -124,10 +124,8 @@ class StepLedger {
   }
   void note_stepped(const torch::optim::Optimizer& optimizer, const OptimizerState& state) {
     note_divided(optimizer);
-    with_check([&](OrderCheck& check) {
-      check.note_stepped(optimizer, state.had_gradients ? state.found_inf.without_reading()
-                                                        : std::optional<bool>(false));
-    });
+    const bool skipped = state.had_gradients && state.measured.found_inf.without_reading() == 1.;
+    with_check([&](OrderCheck& check) { check.note_stepped(optimizer, skipped); });
   }
   void discard(const torch::optim::Optimizer& optimizer) {
     optimizers.reset(optimizer);
@@ -157,7 +155,7 @@ class StepLedger {
                                      at::Tensor value, std::vector<MissingGradient> missing) {
     state.stage = OptimizerState::Stage::stepped;
     auto record = std::make_shared<StepRecord>();
-    record->found_inf = state.found_inf;
+    record->found_inf = state.measured.found_inf;
     record->had_gradients = state.had_gradients;
     record->scale = scale.scale_once();
     record->skips = scale.skips_once();

@@ -173,7 +173,7 @@ inline AccumulationResult Accumulation::step_with_mean() {
   warn_of_others(terms_.flush);
   detail::clear_gradients(optimizer_);  // a failed step may have left its own gradients
   is_clear_ = false;
-  auto kept = std::make_shared<detail::ReadOnce<double>>(sum_->kept());
+  auto kept = std::make_shared<detail::ReadOnce>(sum_->kept());
   at::Tensor skipped;  // memory for the code after the step, which must not fail
   if (kept->tensor.defined()) skipped = at::empty_like(kept->tensor);
   at::Tensor flag = sum_->give_mean_to(optimizer_, *kept);

@@ -112,9 +112,9 @@ class GradientSum {
   bool any() const { return added_ + flagged_ > 0; }
 
   /// How many sets were added.
-  ReadOnce<double> kept() const {
+  ReadOnce kept() const {
     const InternalOps guard;
-    ReadOnce<double> kept;
+    ReadOnce kept;
     if (dropped_.defined()) {
       kept.tensor = dropped_.neg().add_(static_cast<double>(added_ + flagged_));
     } else {
@@ -126,7 +126,7 @@ class GradientSum {
   /// Sets the parameters' gradients to the mean over `kept` sets, in tensors separate from the
   /// sums. Returns 0-dim fp32: 1 if no set was added, or if the mean is not finite (finite
   /// gradients may add up to an inf). Undefined if no set had a flag.
-  at::Tensor give_mean_to(torch::optim::Optimizer& optimizer, const ReadOnce<double>& kept) const {
+  at::Tensor give_mean_to(torch::optim::Optimizer& optimizer, const ReadOnce& kept) const {
     check_parameters(optimizer, "flush");
     const InternalOps guard;
     std::vector<Batch> batches;

@@ -26,7 +26,7 @@
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
-#include "torchamp/detail/core/scaler/scale_memory.h"
+#include "torchamp/detail/core/scaler/scale_update.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/detail/extras/io/archives.h"
 #include "torchamp/detail/extras/shared/kept_tensors.h"
