@@ -39,6 +39,7 @@ using sharded::kinds;
 using sharded::loss_of;
 using sharded::Make;
 using sharded::make_net;
+using sharded::maker_of;
 using sharded::Net;
 using torchamp::MasterStorage;
 using torchamp::MasterWeights;
@@ -154,7 +155,7 @@ std::vector<std::vector<Tensor>> states_in(const std::string& file, Make make) {
   for (std::size_t i = 0; i < parameters.size(); ++i) {
     const auto state = optimizer->state().find(parameters[i].unsafeGetTensorImpl());
     if (state == optimizer->state().end()) continue;
-    states[i] = state_tensors(*state->second);
+    states[i] = state_tensors(*optimizer, *state->second);
   }
   return states;
 }
@@ -232,7 +233,7 @@ TEST(ShardedCheckpoint, BringWholeStatesToTheHostAlone) {
   const auto group = c10::make_intrusive<StagingGroup>(make_group());
   auto net = to_device(torch::nn::Linear(5, 3), simulated::sim0);
   ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16});
-  const auto optimizer = kinds()[0].second(masters.parameters());
+  const auto optimizer = maker_of("FusedAdamW")(masters.parameters());
   net->forward(at::ones({2, 5}, net->weight.options())).sum().backward();
   optimizer->step();
   const TemporaryFolder folder;
@@ -270,11 +271,10 @@ TEST_P(ShardedCheckpointOfThreads, GoesOnOnAnyNumberOfProcessesFromOneFile) {
       Launch(processes, environment).expect_success();
     }
     // An unsharded run reads it, too.
-    for (const std::size_t kind : {0, 4}) {
-      const std::string name = kinds()[kind].first;
+    for (const std::string name : {"FusedAdamW", "RMSprop"}) {
       Net net = make_net(5);
       MasterWeights masters(net, {.dtype = at::kBFloat16});
-      const auto optimizer = kinds()[kind].second(masters.parameters());
+      const auto optimizer = maker_of(name)(masters.parameters());
       torchamp::GradScaler scaler;
       std::int64_t step = 0;
       torchamp::TrainingCheckpoint checkpoint(folder / (name + ".pt"));
@@ -293,10 +293,10 @@ TEST_P(ShardedCheckpointOfThreads, GoesOnOnAnyNumberOfProcessesFromOneFile) {
   }
   const std::string stage = std::getenv("TORCHAMP_TEST_STAGE");
   const auto group = make_group();
-  for (const std::size_t kind : {0, 4}) {
-    const auto& [name, make_optimizer] = kinds()[kind];
+  for (const std::string name : {"FusedAdamW", "RMSprop"}) {
+    const Make make_optimizer = maker_of(name);
     SCOPED_TRACE(name);
-    const MasterStorage storage = kind == 0 ? MasterStorage::split : MasterStorage::full;
+    const MasterStorage storage = name == "FusedAdamW" ? MasterStorage::split : MasterStorage::full;
     ShardedRun run(group, storage, make_optimizer, folder / (name + ".pt"));
     const std::string result = folder / (name + "-model.pt");
     if (stage == "write") {
@@ -338,10 +338,10 @@ TEST(ShardedCheckpoint, AreUnchangedAfterAFileThatDoesNotFit) {
   if (!child_role()) return Launch(2, folder.environment()).expect_success();
   const auto group = make_group();
   for (const MasterStorage storage : {MasterStorage::full, MasterStorage::split}) {
-    ShardedRun sgd(group, storage, kinds()[1].second, folder / "run.pt");
+    ShardedRun sgd(group, storage, maker_of("FusedSGD"), folder / "run.pt");
     sgd.train(2);
     torchamp::save_together(sgd.checkpoint, group);
-    ShardedRun adam(group, storage, kinds()[0].second, folder / "run.pt");
+    ShardedRun adam(group, storage, maker_of("FusedAdamW"), folder / "run.pt");
     adam.train(1);
     std::vector<Tensor> before = adam.net->parameters();
     for (Tensor& parameter : before) parameter = parameter.detach().clone();
@@ -350,7 +350,7 @@ TEST(ShardedCheckpoint, AreUnchangedAfterAFileThatDoesNotFit) {
     const auto after = adam.net->parameters();
     for (std::size_t i = 0; i < after.size(); ++i) EXPECT_TRUE(at::equal(after[i], before[i]));
     adam.train(3);
-    ShardedRun other(group, storage, kinds()[0].second, folder / "other.pt");
+    ShardedRun other(group, storage, maker_of("FusedAdamW"), folder / "other.pt");
     other.train(3);
     expect_same_bits(*adam.net, *other.net);
   }
@@ -372,7 +372,7 @@ TEST(ShardedCheckpoint, GiveAnErrorWhenAnotherProcessDiesOrStallsAndTheFileIsWho
   }
   const bool stalls = std::string(std::getenv("TORCHAMP_TEST_STAGE")) == "stalls";
   const auto group = make_group(std::chrono::seconds(stalls ? 2 : 60));
-  ShardedRun run(group, MasterStorage::full, kinds()[0].second, folder / "run.pt");
+  ShardedRun run(group, MasterStorage::full, maker_of("FusedAdamW"), folder / "run.pt");
   run.train(2);
   torchamp::save_together(run.checkpoint, group);
   if (group->getRank() == 1) raise(stalls ? SIGSTOP : SIGKILL);

@@ -44,9 +44,9 @@ namespace {
 
 using at::Tensor;
 using sharded::batch_of;
-using sharded::kinds;
 using sharded::loss_of;
 using sharded::make_net;
+using sharded::maker_of;
 using sharded::Net;
 using torchamp::MasterStorage;
 using torchamp::MasterWeights;
@@ -179,8 +179,8 @@ TEST(ShardedMasters, AgreeOnTheNormThatIsClippedAndOnWhetherToStep) {
       Net net = make_net(), alone = make_net();
       ShardedMasterWeights masters(net, group, {.dtype = at::kBFloat16});
       MasterWeights of_alone(alone, {.dtype = at::kBFloat16, .main_gradients = true});
-      const auto optimizer = kinds()[fused ? 0 : 3].second(masters.parameters());
-      const auto optimizer_alone = kinds()[fused ? 0 : 3].second(of_alone.parameters());
+      const auto optimizer = maker_of(fused ? "FusedAdamW" : "AdamW")(masters.parameters());
+      const auto optimizer_alone = maker_of(fused ? "FusedAdamW" : "AdamW")(of_alone.parameters());
       torchamp::GradScaler scaler({.init_scale = 1024., .growth_interval = 2});
       torchamp::GradScaler scaler_alone({.init_scale = 1024., .growth_interval = 2});
       for (int step = 0; step < 4; ++step) {

@@ -71,6 +71,14 @@ inline const std::vector<std::pair<std::string, Make>>& kinds() {
   return all;
 }
 
+/// Of the kind of this name.
+inline Make maker_of(const std::string& name) {
+  for (const auto& [kind, make] : kinds()) {
+    if (kind == name) return make;
+  }
+  TORCH_CHECK(false, "no kind is called ", name);
+}
+
 inline void expect_same_bits(torch::nn::Module& a, torch::nn::Module& b) {
   const auto left = a.named_parameters(), right = b.named_parameters();
   for (const auto& item : left) {
