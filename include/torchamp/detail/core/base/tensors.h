@@ -92,19 +92,6 @@ inline const c10::StorageImpl* storage_of(const at::Tensor& tensor) {
   return tensor.has_storage() ? tensor.storage().unsafeGetStorageImpl() : nullptr;
 }
 
-/// A tensor at some time. It no longer matches once the tensor was written.
-class SeenTensor : public WeakTensor {
- public:
-  explicit SeenTensor(const at::Tensor& tensor)
-      : WeakTensor(tensor), version_(version_of(tensor)) {}
-  bool is_unchanged(const at::Tensor& other) const {
-    return is(other) && version_ == version_of(other);
-  }
-
- private:
-  uint32_t version_;
-};
-
 // ---- What one batch kernel takes ----------------------------------------------------------------
 
 /// A tensor's device and dtype.

@@ -22,6 +22,7 @@
 
 #include "torchamp/cast_cache.h"
 #include "torchamp/detail/core/base/device_work.h"
+#include "torchamp/detail/core/base/snapshot.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/runtime/runtime.h"
@@ -314,20 +315,17 @@ inline void CapturedIteration::capture(const CapturedCall& call) {
   const EmptyCastCache without_earlier_casts;
   const DerivedWeights::Suspension no_casts_are_kept(derived_weights());
   if (call.in_window) before_ = GradientList(work_);
-  std::vector<WeakTensor> before;  // gradients, which are not kept alive
   gradients_.clear();
-  for (const torch::optim::Optimizer& optimizer : work_.optimizers) {
-    any_gradient(optimizer, [&](const at::Tensor& gradient) {
-      before.emplace_back(gradient);
-      return false;
+  const Snapshot before([this](const auto& f) {
+    return std::ranges::any_of(work_.optimizers, [&](const torch::optim::Optimizer& optimizer) {
+      return any_gradient(optimizer, f);
     });
-  }
+  });
   const auto for_each_new_gradient = [&](const auto& function) {
     for (torch::optim::Optimizer& optimizer : work_.optimizers) {
       any_parameter(optimizer, [&](const at::Tensor& parameter) {
         const at::Tensor& gradient = gradient_of(parameter);
-        const auto is_it = [&](const WeakTensor& one) { return one.is(gradient); };
-        if (std::ranges::none_of(before, is_it)) function(parameter, gradient);
+        if (!before.contains(gradient)) function(parameter, gradient);
         return false;
       });
     }

@@ -14,12 +14,12 @@
 
 #include <cstdint>
 #include <memory>
-#include <optional>
 #include <string>
 #include <unordered_set>
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/core/base/snapshot.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/extras/masters/split_weight.h"
@@ -46,17 +46,18 @@ class MainGradient {
   bool is_averaged = false;
 
   /// Records that the model has the master's value.
-  void note_copied(const at::Tensor& master) { copied_.emplace(master); }
+  void note_copied(const at::Tensor& master) { copied_ = TensorSnapshot(master); }
   /// Records that the master was stepped with its gradient, which must be cleared before the next
   /// backward.
   void note_stepped(const at::Tensor& master) {
-    const at::Tensor& gradient = gradient_of(master);
-    if (gradient.defined()) stepped_with_.emplace(gradient);
+    stepped_with_ = TensorSnapshot(gradient_of(master));
   }
 
   /// The tensor with the fp32 gradient: the master or the weight itself. Undefined if the master is
   /// destroyed.
-  at::Tensor owner(const at::Tensor& weight) const { return copied_ ? copied_->lock() : weight; }
+  at::Tensor owner(const at::Tensor& weight) const {
+    return copied_.was_defined() ? copied_.lock() : weight;
+  }
 
   /// Adds the weight's 16-bit gradient to the fp32 gradient, and drops it.
   void take(const at::Tensor& weight) const {
@@ -66,10 +67,10 @@ class MainGradient {
     const at::Tensor gradient = weight.unsafeGetTensorImpl()->grad();
     if (!owner.defined() || !gradient.defined()) return;
     const auto where = [&] { return c10::str("backward: the weight '", name_, "'"); };
-    TORCH_CHECK(copied_ || split, where(),
+    TORCH_CHECK(copied_.was_defined() || split, where(),
                 " has a gradient but no master: it did not require grad when the MasterWeights "
                 "were made. Make them after unfreezing it.");
-    TORCH_CHECK(!copied_ || copied_->is_unchanged(owner), where(),
+    TORCH_CHECK(!copied_.was_defined() || copied_.is_same(owner), where(),
                 " was computed with old values: the optimizer has changed the master since. Call "
                 "MasterWeights::copy_to_model() after each step, taken or skipped.");
     if (split) {
@@ -90,8 +91,8 @@ class MainGradient {
  private:
   /// Warns once if the gradient is still the gradient of the last step.
   void warn_of_kept_gradient(const at::Tensor& owner) const {
-    const bool is_kept = stepped_with_ && stepped_with_->is_unchanged(gradient_of(owner));
-    stepped_with_.reset();
+    const bool is_kept = stepped_with_.was_defined() && stepped_with_.is_same(gradient_of(owner));
+    stepped_with_ = {};
     if (!is_kept || std::exchange(warned_, true)) return;
     TORCH_WARN("backward: the master of the weight '", name_,
                "' still has the gradient of the last step, and the new one is added to it. The "
@@ -100,8 +101,8 @@ class MainGradient {
   }
 
   std::string name_;
-  std::optional<SeenTensor> copied_{};                // the master whose value the model has
-  mutable std::optional<SeenTensor> stepped_with_{};  // the gradient, until the next backward
+  TensorSnapshot copied_{};                // the master whose value the model has
+  mutable TensorSnapshot stepped_with_{};  // the gradient, until the next backward
   mutable bool warned_ = false;
 };
 

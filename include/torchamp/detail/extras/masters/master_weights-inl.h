@@ -180,9 +180,7 @@ inline void MasterWeights::warn_of_left_gradients() {
     const at::Tensor& gradient = weight.parameter.unsafeGetTensorImpl()->grad();
     if (!weight.master.defined() || !gradient.defined()) continue;
     const detail::MasterMeta* const meta = detail::master_meta_of(weight.master);
-    if (!meta || !meta->left || !meta->left->is(gradient) || meta->left->is_unchanged(gradient)) {
-      continue;
-    }
+    if (!meta || meta->left.diff(gradient) != detail::Change::written) continue;
     warned_of_left_ = true;
     TORCH_WARN(
         "MasterWeights::take_gradients: the model still held the gradient of the weight '",

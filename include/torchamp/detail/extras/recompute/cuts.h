@@ -23,7 +23,7 @@
 
 #include "torchamp/detail/core/base/autograd_node.h"
 #include "torchamp/detail/core/base/devices.h"
-#include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/base/snapshot.h"
 #include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/extras/observe/observer.h"
 
@@ -110,11 +110,11 @@ inline at::Tensor with_history(const at::Tensor& tensor, const NodePtr& node) {
 // were the function's own.
 
 /// Throws if a tensor that a function has read was written since.
-inline void check_unchanged(const std::vector<SeenTensor>& reads) {
-  for (const SeenTensor& read : reads) {
+inline void check_unchanged(const std::vector<TensorSnapshot>& reads) {
+  for (const TensorSnapshot& read : reads) {
     const at::Tensor tensor = read.lock();
     TORCH_CHECK(
-        !tensor.defined() || read.is_unchanged(tensor),
+        !tensor.defined() || read.is_same(tensor),
         "checkpoint: a parameter, buffer or other tensor of shape ", tensor.sizes(),
         " that the function reads was changed in place after the forward pass, so backward cannot "
         "run the function again. Step and write to weights after backward().");
@@ -139,17 +139,17 @@ class ReadRecorder {
   }
 
   /// The read tensors from outside that still exist.
-  std::vector<SeenTensor> take() {
-    std::vector<SeenTensor> reads;
+  std::vector<TensorSnapshot> take() {
+    std::vector<TensorSnapshot> reads;
     for (const auto& [tensor, seen] : seen_) {
       const at::Tensor alive = seen.lock();
-      if (!seen.is_own && alive.defined() && seen.is_unchanged(alive)) reads.push_back(seen);
+      if (!seen.is_own && alive.defined() && seen.is_same(alive)) reads.push_back(seen);
     }
     return reads;
   }
 
  private:
-  struct Seen : SeenTensor {
+  struct Seen : TensorSnapshot {
     std::size_t number;  // of what was seen before
     bool is_own;         // made by an op of the function
   };
@@ -184,7 +184,7 @@ class ReadRecorder {
     if (!tensor.defined() || tensor.is_inference()) return;
     const auto known = seen_.find(tensor.unsafeGetTensorImpl());
     if (known == seen_.end()) {
-      const Seen seen{SeenTensor(tensor), seen_.size(), is_output};
+      const Seen seen{TensorSnapshot(tensor), seen_.size(), is_output};
       seen_.emplace(tensor.unsafeGetTensorImpl(), seen);
     } else if (is_output && known->second.number >= seen_at_begin_.back()) {
       known->second.is_own = true;
@@ -211,7 +211,7 @@ struct DroppedGraph {
   std::unordered_map<torch::autograd::Edge, std::size_t> outer_edges;
   /// The number of leaves that the function itself made. Their gradients are not used.
   std::size_t inner_leaves = 0;
-  std::vector<SeenTensor> reads;
+  std::vector<TensorSnapshot> reads;
 
   /// `edge`, if it is an outer edge; otherwise the edge at the end of the single path from a node
   /// of the forward.

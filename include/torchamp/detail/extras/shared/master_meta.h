@@ -10,10 +10,10 @@
 
 #include <functional>
 #include <memory>
-#include <optional>
 #include <utility>
 #include <vector>
 
+#include "torchamp/detail/core/base/snapshot.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/shards.h"
@@ -108,12 +108,11 @@ class Masters {
 struct MasterMeta final : WeightMeta {
   WeakTensor narrow;
   /// The weight's gradient, when only the master's gradient was dropped.
-  std::optional<SeenTensor> left;
+  TensorSnapshot left;
 
   void note_gradient_dropped() override {
     const at::Tensor weight = narrow.lock();
-    left.reset();
-    if (weight.defined() && weight.grad().defined()) left.emplace(weight.grad());
+    left = TensorSnapshot(weight.defined() ? weight.grad() : at::Tensor());
   }
 };
 
