@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <deque>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -19,7 +20,7 @@ namespace simulated {
 namespace {
 
 struct Deferred {
-  std::uint64_t after;
+  int64_t after;
   std::function<void()> run;
 };
 
@@ -27,7 +28,7 @@ struct StreamState {
   explicit StreamState(c10::DeviceIndex on) : device(on) {}
 
   c10::DeviceIndex device;
-  std::uint64_t count = 0;
+  int64_t count = 0;
   Clock seen;  // of other streams
   std::deque<Deferred> deferred;
   Capture* capture = nullptr;
@@ -58,22 +59,25 @@ thread_local std::array<int64_t, device_count> current{0, 1};
 thread_local int captures_of_this_thread = 0;
 
 void raise(Clock& clock, const Clock& to) {
-  for (const auto& [stream, count] : to) clock[stream] = std::max(clock[stream], count);
+  if (clock.size() < to.size()) clock.resize(to.size(), -1);
+  for (std::size_t i = 0; i < to.size(); ++i) clock[i] = std::max(clock[i], to[i]);
 }
 
 bool knows(const Clock& clock, Stamp stamp) {
-  const auto found = clock.find(stamp.stream);
-  return stamp.stream < 0 || (found != clock.end() && found->second >= stamp.count);
+  const auto stream = static_cast<std::size_t>(stamp.stream);
+  return stamp.stream < 0 || (stream < clock.size() && clock[stream] >= stamp.count);
 }
 
 /// What a stream has seen: its own past too.
 Clock seen_by(Streams& s, int64_t stream) {
   Clock clock = s[stream].seen;
-  clock[stream] = s[stream].count;
+  const auto own = static_cast<std::size_t>(stream);
+  if (clock.size() <= own) clock.resize(own + 1, -1);
+  clock[own] = s[stream].count;
   return clock;
 }
 
-void run_deferred(StreamState& stream, std::uint64_t up_to) {
+void run_deferred(StreamState& stream, int64_t up_to) {
   while (!stream.deferred.empty() && stream.deferred.front().after <= up_to) {
     const std::function<void()> run = std::move(stream.deferred.front().run);
     stream.deferred.pop_front();
@@ -96,7 +100,7 @@ void join_capture(Streams& s, int64_t stream, std::uint64_t other) {
 /// The host has waited for everything in `clock`.
 void host_waited(Streams& s, const Clock& clock) {
   raise(s.host, clock);
-  for (const auto& [stream, count] : clock) run_deferred(s[stream], count);
+  for (std::size_t i = 0; i < clock.size(); ++i) run_deferred(s.all[i], clock[i]);
 }
 
 }  // namespace

@@ -47,7 +47,7 @@ TrainingStepOptions scaled(std::int64_t parts = 1) {
       .dtype = at::kFloat, .scaler = GradScalerOptions{.init_scale = 64.}, .micro_batches = parts};
 }
 
-std::unique_ptr<torch::optim::Optimizer> fused(std::vector<Tensor> parameters) {
+std::unique_ptr<torch::optim::Optimizer> fused_adamw(std::vector<Tensor> parameters) {
   return std::make_unique<torchamp::FusedAdamW>(std::move(parameters));
 }
 
@@ -157,7 +157,7 @@ TEST(FunctionOfATrainingStepWithMasters, ThatCallsBackwardIsAnError) {
                                                 {MasterStorage::split, false}}) {
     Net net = make_net(at::kCPU);
     TrainingStep train(
-        net, fused,
+        net, fused_adamw,
         {.scaler = GradScalerOptions{.init_scale = 64.},
          .masters = MasterWeightsOptions{
              .dtype = at::kBFloat16, .storage = storage, .main_gradients = main_gradients}});
