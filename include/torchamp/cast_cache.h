@@ -124,9 +124,9 @@ inline void clear_weight_cache() {
 ///  - by a custom kernel, or an op such as `_fused_adam_`;
 ///  - by a graph other than a CudaGraph's.
 ///
-/// Casts of a weight whose memory is part of a larger tensor are not kept and need no call; this
-/// happens after torch::nn::utils::vector_to_parameters(), for example. Any thread; never
-/// synchronises.
+/// If a weight has only a part of its memory, for example after
+/// torch::nn::utils::vector_to_parameters(), torchamp's own cache stores no casts of it, and no
+/// call is needed. Any thread; never synchronises.
 inline void weights_changed() {
   at::autocast::clear_cache();
   if (auto* const kept = detail::kept_weights()) kept->all_changed();

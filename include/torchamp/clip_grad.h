@@ -230,7 +230,8 @@ inline at::Tensor clip_grad_norm_(torch::optim::Optimizer& optimizer, double max
 /// backward() and scaler.step(optimizer); between step() and update() it is an error. It unscales
 /// the gradients first (GradScaler::unscale_). A FusedOptimizer's step does both instead: it
 /// divides by the scale and clips. Returns the norm of the unscaled gradients. The norm does not
-/// depend on the scale, unless a scaled gradient is an inf: sums of squares do not overflow.
+/// depend on the scale, because sums of squares do not overflow. Exception: a scaled gradient that
+/// is an inf.
 inline at::Tensor clip_grad_norm_(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                                   double max_norm, double norm_type = 2.) {
   detail::check_limit("clip_grad_norm_: max_norm", max_norm);

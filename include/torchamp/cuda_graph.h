@@ -94,8 +94,9 @@ struct CudaGraphOptions {
 ///
 /// After certain changes, the next call runs eagerly, and the call after it captures again:
 ///  - an optimizer's options or state have changed, except for learning rates;
-///  - an optimizer has stepped while a different set of its parameters had gradients, eagerly or in
-///    another graph;
+///  - an optimizer has taken a step, eagerly or in another graph, with gradients of other
+///  parameters
+///    than in the captured step;
 ///  - train() or eval() was called, or a weight or buffer has other memory or another
 ///    requires_grad, in one of `models`.
 ///
@@ -124,7 +125,8 @@ struct CudaGraphOptions {
 ///
 /// Errors:
 ///  - At construction: an ordinary optimizer; parameters on several devices, or on a device without
-///    graphs such as a CPU; more graphs alive than LibTorch has streams per device (64 with CUDA).
+///    graphs such as a CPU; more CudaGraphs alive than LibTorch has streams per device (64 with
+///    CUDA).
 ///  - In the first warm-up: a body with DistributedDataParallel, or with a checkpoint() that
 ///    preserves the random state.
 ///  - In the last warm-up, which still trains as usual: a body that synchronises or draws random

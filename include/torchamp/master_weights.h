@@ -230,8 +230,8 @@ class MasterWeights final : public detail::MastersOfModel {
   /// changed.
   ///
   /// If the program has written to the model's weights since the last copy_to_model(), these values
-  /// are lost, with one warning. There is no warning for a weight that was written twice: a program
-  /// may write averages and then restore the weights.
+  /// are lost, with one warning. There is no warning for a weight that was written an even number
+  /// of times, because a program may write averages and then restore the weights.
   inline void copy_to_model() override;
 
   /// For torch::save(masters, path): writes the same file as torch::save(model, path), with the

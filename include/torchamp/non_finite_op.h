@@ -63,9 +63,10 @@ std::optional<NonFiniteOp> find_non_finite_op(const std::function<void()>& forwa
 /// returned only if they reach a gradient (without backward(): a result). For example, a mask of
 /// -inf that ends in a softmax reaches none.
 ///
-/// Synchronises several times per op, so it is slow. Gradients accumulate as in
-/// `forward_and_backward`. Not checked: ops on threads other than the caller's and autograd's,
-/// nested tensors, and dtypes for which LibTorch has no functions, such as fp4.
+/// Synchronises several times per op, so it is slow. The backward() in
+/// `forward_and_backward` adds to the gradients. Not checked: ops on threads other than the
+/// caller's and autograd's, nested tensors, and dtypes for which LibTorch has no functions, such as
+/// fp4.
 ///
 /// Errors: exceptions of `forward_and_backward`; an empty function; an owner that is a null pointer
 /// or an empty holder; more than 32 observers at once (see CastRecorder).

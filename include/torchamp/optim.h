@@ -256,11 +256,12 @@ using FusedAdagrad = FusedOptimizerOf<detail::AdagradKernel>;
 
 /// torch.optim.Muon of PyTorch 2.15, fused. A parameter of more than two dimensions is flattened
 /// after the first dimension. Matrices of the same shape and layout take each Newton-Schulz
-/// iteration together, up to 2^25 elements at a time. So the number of launches does not depend on
-/// the number of such matrices. A step needs some 30 bytes of temporary memory per element of these
-/// matrices. split_for_muon() chooses the parameters. The iterations multiply in bf16: on a CPU the
-/// first step decides how, as the first guard does (see set_cpu_products()). Errors: parameters of
-/// fewer than two dimensions, which FusedAdamW can step; shards of ShardedMasterWeights.
+/// iteration together, up to 2^25 elements at a time. So the number of launches grows with each
+/// 2^25 elements of such matrices, and not with each matrix. A step needs some 30 bytes of
+/// temporary memory per element of these matrices. split_for_muon() chooses the parameters. The
+/// iterations multiply in bf16: on a CPU the first step decides how, as the first guard does (see
+/// set_cpu_products()). Errors: parameters of fewer than two dimensions, which FusedAdamW can step;
+/// shards of ShardedMasterWeights.
 using FusedMuon = FusedOptimizerOf<detail::MuonKernel>;
 
 }  // namespace TORCHAMP_NAMESPACE

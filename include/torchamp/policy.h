@@ -38,11 +38,12 @@ class Policy {
  public:
   /// fp16 (or bf16) for matmul, conv and linear ops; fp32 for additions, reductions, sums over
   /// indices and windows (see Note [Sums in 16 bits]) and binary_cross_entropy (see
-  /// Note [Binary cross entropy]). Other ops keep LibTorch's own kernels. If a device lacks a
-  /// kernel for an op on LibTorch's CUDA lists, the op has the rule of that list. If LibTorch would
-  /// reject a call because of its dtypes, the arguments are cast: see Note [What LibTorch refuses].
-  /// In-place and out= calls are cast only if LibTorch would reject them. If autograd adds
-  /// gradients, the sum keeps their dtype: see Note [Sums of gradients].
+  /// Note [Binary cross entropy]). Other ops keep LibTorch's own kernels. If LibTorch has
+  /// no autocast kernel for an op on a device, but the op is on one of LibTorch's CUDA lists, the
+  /// op has the rule of that list. If LibTorch would reject a call because of its dtypes, the
+  /// arguments are cast: see Note [What LibTorch refuses]. In-place and out= calls are cast only if
+  /// LibTorch would reject them. If autograd adds gradients, the sum keeps their dtype: see Note
+  /// [Sums of gradients].
   static Policy standard();
 
   /// LibTorch's own lists for each device, exactly.
@@ -94,8 +95,8 @@ class Policy {
 
   /// What that rule does to the op's arguments. Like lookup(), but instead of `native` this returns
   /// what the kernel does: for `linear` on a CPU lookup() returns `native`, and effect() returns
-  /// `lower_precision`. It returns `native` only if torchamp does not know what the kernel does: a
-  /// kernel that only throws, or a CPU kernel of a LibTorch that is newer than torchamp's list.
+  /// `lower_precision`. It returns `native` in two cases: the kernel only throws, or it is a CPU
+  /// kernel of a LibTorch that is newer than torchamp's list.
   Cast effect(std::string_view op, at::DeviceType device) const {
     return common_rule("Policy::effect", op, device, /*in_effect=*/true);
   }

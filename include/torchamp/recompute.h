@@ -192,11 +192,11 @@ requires(!std::same_as<std::decay_t<Function>, CheckpointOptions>) auto checkpoi
 }
 
 /// Runs a torch::nn::Sequential in `segments` parts, whose lengths differ by at most one module.
-/// All parts except the last run under checkpoint(). Between forward and backward only the inputs
-/// of the parts are stored; backward holds the activations of one part at a time. For n equal
-/// layers, about sqrt(n) parts need the least memory. Each module takes and returns one tensor;
-/// their buffers need not be in `options`. Never synchronises. Errors: no module; fewer than one
-/// segment; more segments than modules.
+/// All parts except the last run under checkpoint(). Between forward and backward, the inputs of
+/// these parts and the activations of the last part are stored. Backward holds the activations of
+/// one part at a time. For n equal layers, about sqrt(n) parts need the least memory. Each module
+/// takes and returns one tensor; their buffers need not be in `options`. Never synchronises.
+/// Errors: no module; fewer than one segment; more segments than modules.
 template <class Sequential>
 at::Tensor checkpoint_sequential(Sequential& sequential, int64_t segments, at::Tensor input,
                                  const CheckpointOptions& options = {}) {

@@ -34,8 +34,9 @@
 #include "torchamp/version.h"
 
 /// @file
-/// WeightCache::region, window and kept replace LibTorch's cache of casts in a guard. A cast is
-/// stored by tensor, memory, part of the memory and dtype. It is valid while LibTorch's version
+/// WeightCache::region, window and kept replace LibTorch's cache of casts in a guard. The
+/// cache finds a cast by the weight's tensor (for a view its base), the weight's memory, the part
+/// of this memory that the weight uses, and the dtype. A cast is valid while LibTorch's version
 /// counter of the weight is unchanged. So an unchanged weight is not cast again, in the next
 /// micro-batch, in evaluation or on another thread. A changed weight is cast again into the same
 /// memory, unless the old cast is still in use.

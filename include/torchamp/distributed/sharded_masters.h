@@ -53,8 +53,9 @@ struct ShardedMasterWeightsOptions {
   /// Like DistributedDataParallelOptions::bucket_bytes; a bucket holds at least one whole weight.
   int64_t bucket_bytes = int64_t{25} * 1024 * 1024;
   /// The dtype in which gradients are sent: fp32 unless set. bf16 or fp16 halve the bytes; sums are
-  /// still in fp32. With the model's own 16-bit dtype nothing is lost, if every backward sends. An
-  /// overflow in fp16 becomes an inf, for which the scaler skips the step.
+  /// still in fp32. With the model's own 16-bit dtype, gradients of 16-bit weights are sent without
+  /// rounding, unless they were accumulated under no_sync(), in fp32. An overflow in fp16 becomes
+  /// an inf, for which the scaler skips the step.
   std::optional<at::ScalarType> reduce_dtype = std::nullopt;
 };
 

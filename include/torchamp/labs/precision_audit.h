@@ -92,11 +92,12 @@ std::ostream& operator<<(std::ostream& out, const AuditedPolicy& audited);
 
 /// Writes an audit's policies as text for load_policies() and TORCHAMP_POLICY=file:PATH (which uses
 /// only the rules for ops). The text is the present `policy` and `modules`, which the program may
-/// have edited, one rule per line; rules that the audit chose have their reasons as comments. If
-/// `policy` is Policy::torch() without edits, the text has the rules of `decisions` that name no
-/// module. If `decisions` has rules for a module that `modules` lacks, the text has these rules.
-/// The file is replaced completely or not at all. Errors, which name the file if the file is the
-/// cause: a rule without a text form (see to_text()); a module name with '#' or white space.
+/// have edited, one rule per line; rules that the audit chose have their reasons as comments.
+/// Exception: if `policy` is Policy::torch() without edits, the text instead has the rules of
+/// `decisions` for guards, whose `module` is empty. If `decisions` has rules for a module that
+/// `modules` lacks, the text has these rules. The file is replaced completely or not at all.
+/// Errors, which name the file if the file is the cause: a rule without a text form (see
+/// to_text()); a module name with '#' or white space.
 void save_policy(const AuditedPolicy& audited, const std::string& path);
 
 /// Measures which ops of a model may run in 16 bits, and how much time this saves.
