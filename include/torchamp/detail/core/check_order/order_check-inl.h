@@ -298,7 +298,7 @@ TORCHAMP_BODY auto OrderCheck::updates(const Moment& moment) -> Sentences {
   // A skipped iteration shows little: its gradients are not finite. A high scale skips the first
   // few.
   const bool skipped = std::any_of(last_handled_.begin(), last_handled_.end(),
-                                   [](const Handled& one) { return one.skipped == true; });
+                                   [](const Handled& one) { return one.skipped; });
   if (!skipped) --iterations_left_;
   return made;
 }

@@ -32,9 +32,11 @@ using FusedNames = KernelNames<AdamKernel, AdamWKernel, SgdKernel, AdagradKernel
 
 /// With TORCHAMP_COMPILED, compiled.h defines these templates for all programs, and optim.h
 /// declares them: `define` is `template` or `extern template`.
+// NOLINTBEGIN(bugprone-macro-parentheses): `define` is no expression
 #define TORCHAMP_FUSED_OPTIMIZERS(define)               \
   define class FusedOptimizerOf<detail::AdamKernel>;    \
   define class FusedOptimizerOf<detail::AdamWKernel>;   \
   define class FusedOptimizerOf<detail::SgdKernel>;     \
   define class FusedOptimizerOf<detail::AdagradKernel>; \
   define class FusedOptimizerOf<detail::MuonKernel>;
+// NOLINTEND(bugprone-macro-parentheses)

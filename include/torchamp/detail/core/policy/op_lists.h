@@ -257,6 +257,7 @@ inline constexpr Row standard_rows[] = {
 
 // LibTorch's own CUDA lists, from its macros, so that a newer LibTorch's are followed. The comma
 // ends a name: "mm," is the overload without a name, "pow, Scalar," the overload Scalar.
+// NOLINTBEGIN(bugprone-suspicious-missing-comma)
 #define TORCHAMP_ENTRY(...) #__VA_ARGS__ ",",
 #define TORCHAMP_ENTRY_WITH_DTYPE(function, name, ...) name ",",
 inline constexpr std::string_view cuda_lower_precision_list[] = {
@@ -267,6 +268,7 @@ inline constexpr std::string_view cuda_fp32_list[] = {
 inline constexpr std::string_view cuda_promote_list[] = {AT_FORALL_PROMOTE(TORCHAMP_ENTRY)};
 #undef TORCHAMP_ENTRY
 #undef TORCHAMP_ENTRY_WITH_DTYPE
+// NOLINTEND(bugprone-suspicious-missing-comma)
 
 /// The rows of LibTorch's CUDA lists. On the list `promote`, LibTorch's kernels throw for the
 /// 16-bit dtype other than the region's, so torchamp's kernels run these ops.
