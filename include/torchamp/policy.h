@@ -42,8 +42,8 @@ class Policy {
   /// no autocast kernel for an op on a device, but the op is on one of LibTorch's CUDA lists, the
   /// op has the rule of that list. If LibTorch would reject a call because of its dtypes, the
   /// arguments are cast: see Note [What LibTorch refuses]. In-place and out= calls are cast only if
-  /// LibTorch would reject them. If autograd adds gradients, the sum keeps their dtype: see Note
-  /// [Sums of gradients].
+  /// LibTorch would reject them. If autograd adds gradients, the sum keeps their dtype:
+  /// see Note [Sums of gradients].
   static Policy standard();
 
   /// LibTorch's own lists for each device, exactly.
