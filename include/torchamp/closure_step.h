@@ -206,9 +206,9 @@ class ClosureStep {
 /// GradScaler::step.
 ///
 /// With a disabled scaler, this function only clears the gradients and runs backward for each
-/// evaluation; it neither checks the gradients nor restores the parameters, and does not
-/// synchronise. Errors: an empty closure; a closure that returns no loss of one element, or a loss
-/// that does not require grad; a call after unscale_ or step in the same iteration.
+/// evaluation; it neither checks the gradients nor restores the parameters. Errors: an empty
+/// closure; a closure that returns no loss of one element, or a loss that does not require grad; a
+/// call after unscale_ or step in the same iteration.
 inline StepResult step(GradScaler& scaler, torch::optim::Optimizer& optimizer,
                        const torch::optim::Optimizer::LossClosure& closure) {
   return detail::ClosureStep(scaler, optimizer, closure).step();

@@ -66,9 +66,8 @@ namespace TORCHAMP_NAMESPACE {
 /// and backward may get an undefined gradient. If the program stores a `w.t()`, no gradient reaches
 /// it: the gradient goes directly to `w`. If a rule with a predicate leaves a call to LibTorch's
 /// kernel, LibTorch casts the weight for this call. If other ops also use the weight, it is cast
-/// twice. This cache has no statistics and no
-/// budget. Several threads may use it at once: each thread records its own order, and casts
-/// separately. Never synchronises.
+/// twice. This cache has no statistics and no budget. Several threads may use it at once: each
+/// thread records its own order, and casts separately.
 inline WeightCache weights_together() {
   return {detail::WeightKeep::Until::region_ends, &detail::casts_together};
 }
