@@ -68,8 +68,9 @@ function(torchamp_simulated_device)
   torchamp_unity(torchamp_simulated_device)
   # For Windows's headers, which define many names.
   set_source_files_properties(simulated_device/pages.cpp PROPERTIES SKIP_UNITY_BUILD_INCLUSION ON)
-  if(NOT MSVC)  # for LibTorch's macros of autocast kernels
-    target_compile_options(torchamp_simulated_device PRIVATE -Wno-pedantic)
+  # LibTorch's macros for autocast kernels
+  if(NOT MSVC)
+    set_source_files_properties(simulated_device/autocast.cpp PROPERTIES COMPILE_OPTIONS -Wno-pedantic)
   endif()
 endfunction()
 

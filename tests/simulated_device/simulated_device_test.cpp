@@ -221,7 +221,7 @@ TEST_F(SimulatedDevice, GetsThroughItsWorkWhileTheHostLaunchesMore) {
   const Tensor host = torch::empty({}, at::TensorOptions().pinned_memory(true));
   Tensor a = torch::ones({}, on(sim0));
   host.copy_(a, /*non_blocking=*/true);
-  for (std::int64_t i = 0; i <= simulated::host_runs_ahead; ++i) a.add_(1.);
+  for (std::uint64_t i = 0; i <= simulated::host_runs_ahead; ++i) a.add_(1.);
   EXPECT_EQ(*host.const_data_ptr<float>(), 1.F);
 }
 

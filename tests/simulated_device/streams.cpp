@@ -6,7 +6,6 @@
 #include <algorithm>
 #include <array>
 #include <deque>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -20,7 +19,7 @@ namespace simulated {
 namespace {
 
 struct Deferred {
-  int64_t after;
+  std::uint64_t after;
   std::function<void()> run;
 };
 
@@ -28,7 +27,7 @@ struct StreamState {
   explicit StreamState(c10::DeviceIndex on) : device(on) {}
 
   c10::DeviceIndex device;
-  int64_t count = 0;
+  std::uint64_t count = 0;
   Clock seen;  // of other streams
   std::deque<Deferred> deferred;
   Capture* capture = nullptr;
@@ -59,25 +58,22 @@ thread_local std::array<int64_t, device_count> current{0, 1};
 thread_local int captures_of_this_thread = 0;
 
 void raise(Clock& clock, const Clock& to) {
-  if (clock.size() < to.size()) clock.resize(to.size(), -1);
-  for (std::size_t i = 0; i < to.size(); ++i) clock[i] = std::max(clock[i], to[i]);
+  for (const auto& [stream, count] : to) clock[stream] = std::max(clock[stream], count);
 }
 
 bool knows(const Clock& clock, Stamp stamp) {
-  const auto stream = static_cast<std::size_t>(stamp.stream);
-  return stamp.stream < 0 || (stream < clock.size() && clock[stream] >= stamp.count);
+  const auto found = clock.find(stamp.stream);
+  return stamp.stream < 0 || (found != clock.end() && found->second >= stamp.count);
 }
 
 /// What a stream has seen: its own past too.
 Clock seen_by(Streams& s, int64_t stream) {
   Clock clock = s[stream].seen;
-  const auto own = static_cast<std::size_t>(stream);
-  if (clock.size() <= own) clock.resize(own + 1, -1);
-  clock[own] = s[stream].count;
+  clock[stream] = s[stream].count;
   return clock;
 }
 
-void run_deferred(StreamState& stream, int64_t up_to) {
+void run_deferred(StreamState& stream, std::uint64_t up_to) {
   while (!stream.deferred.empty() && stream.deferred.front().after <= up_to) {
     const std::function<void()> run = std::move(stream.deferred.front().run);
     stream.deferred.pop_front();
@@ -100,7 +96,7 @@ void join_capture(Streams& s, int64_t stream, std::uint64_t other) {
 /// The host has waited for everything in `clock`.
 void host_waited(Streams& s, const Clock& clock) {
   raise(s.host, clock);
-  for (std::size_t i = 0; i < clock.size(); ++i) run_deferred(s.all[i], clock[i]);
+  for (const auto& [stream, count] : clock) run_deferred(s[stream], count);
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <map>
 #include <set>
 #include <string>
 #include <string_view>
@@ -15,13 +16,13 @@ namespace simulated {
 
 class Capture;
 
-/// The count of each stream's work that was waited for, by the stream's number. -1: no work.
-using Clock = std::vector<int64_t>;
+/// How far each stream has got, by its number.
+using Clock = std::map<int64_t, std::uint64_t>;
 
 /// One piece of work: the `count`th of a stream.
 struct Stamp {
   int64_t stream = -1;
-  int64_t count = 0;
+  std::uint64_t count = 0;
 };
 
 /// The work that last used a block of memory.
@@ -40,7 +41,7 @@ struct Accesses {
 // What the host can see is deferred truly: a non-blocking copy to pinned memory is written when
 // something waits for it, or `host_runs_ahead` pieces of work later, and a non-blocking copy from
 // it looks then whether the host has left the memory alone.
-inline constexpr int64_t host_runs_ahead = 64;
+inline constexpr std::uint64_t host_runs_ahead = 64;
 
 // ---- Streams: 0 is sim:0's default stream, 1 is sim:1's, more are made on request ---------
 
