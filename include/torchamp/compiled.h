@@ -7,10 +7,10 @@
 /// @file
 /// If TORCHAMP_COMPILED is defined, the other headers only declare the large functions that are no
 /// templates, and this header defines them. Define TORCHAMP_COMPILED in all source files of a
-/// program, and include this header in exactly one of them. CMake's targets torchamp::library and
-/// torchamp::compiled do both. Source files that use torchamp then compile almost as fast as
-/// without torchamp, with the same results. If TORCHAMP_COMPILED is not defined, it is an error to
-/// include another header of torchamp before this one.
+/// program, and include this header in exactly one of them. With CMake, link torchamp::library or
+/// torchamp::compiled instead: each of them does both. Source files that use torchamp then compile
+/// almost as fast as without torchamp, with the same results. If TORCHAMP_COMPILED is not defined,
+/// it is an error to include another header of torchamp before this one.
 
 #if defined(TORCHAMP_BODIES) && !defined(TORCHAMP_COMPILED)
 #error torchamp/compiled.h comes after another header of torchamp, which has taken this program for one that is compiled \
@@ -44,6 +44,7 @@
 #include "torchamp/detail/core/policy/schema-inl.h"
 #include "torchamp/detail/core/products/cpu_products-inl.h"
 #include "torchamp/detail/core/scaler/grad_scaler-inl.h"
+#include "torchamp/detail/core/scaler/grad_scaler_archive-inl.h"
 
 namespace TORCHAMP_NAMESPACE {
 

@@ -6,15 +6,18 @@
 /// result of a step.
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
 #include <torch/optim/optimizer.h>
 #include <torch/serialize/archive.h>
 
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <utility>
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
+#include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/grad_scaler_options.h"
@@ -26,13 +29,6 @@ namespace TORCHAMP_NAMESPACE {
 class GradScaler;
 namespace detail {
 struct ScalerParts;
-
-/// torchamp/torchamp.h specialises this.
-template <class AnyScaler>
-struct ScalerArchive {
-  static_assert(sizeof(AnyScaler) == 0,
-                "torchamp: include torchamp/torchamp.h to save and load a GradScaler.");
-};
 }  // namespace detail
 
 /// The result of a GradScaler::step.
@@ -238,16 +234,10 @@ class GradScaler {
   /// For torch::save(scaler, path): writes the state, including the state of options beyond
   /// torch.amp's. Save after update(). Errors: a call between unscale_() or step() and update(); a
   /// call in a window of an Accumulation, whose gradients would be lost. The effects of scale()
-  /// and backward() are not saved. Needs torchamp/torchamp.h.
-  template <class AnyScaler = GradScaler>
-  void save(torch::serialize::OutputArchive& archive) const {
-    detail::ScalerArchive<AnyScaler>::save(*this, archive);
-  }
+  /// and backward() are not saved.
+  void save(torch::serialize::OutputArchive& archive) const;
   /// For torch::load(scaler, path): loads a file of save(), completely or not at all.
-  template <class AnyScaler = GradScaler>
-  void load(torch::serialize::InputArchive& archive) {
-    detail::ScalerArchive<AnyScaler>::load(*this, archive);
-  }
+  void load(torch::serialize::InputArchive& archive);
 
  private:
   friend struct detail::ScalerParts;
@@ -286,8 +276,42 @@ TORCHAMP_BODY void restore_scaler(GradScaler& scaler, const char* call,
 
 }  // namespace detail
 
+/// Calls save(), for torch::save.
+inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
+                                                   const GradScaler& scaler) {
+  scaler.save(archive);
+  return archive;
+}
+
+/// Calls load(), for torch::load.
+inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
+                                                  GradScaler& scaler) {
+  scaler.load(archive);
+  return archive;
+}
+
 }  // namespace TORCHAMP_NAMESPACE
 
+namespace torch {
+
+/// torch::load for a GradScaler. For a damaged archive LibTorch's reader throws several kinds of
+/// exceptions; here all are c10::Errors.
+template <class... From>
+void load(torchamp::GradScaler& scaler, From&&... from) {
+  serialize::InputArchive archive;
+  try {
+    archive.load_from(std::forward<From>(from)...);
+  } catch (const c10::Error&) {
+    throw;
+  } catch (const std::exception& error) {
+    TORCHAMP_CHECK(false, "GradScaler::load: the archive cannot be read: ", error.what());
+  }
+  scaler.load(archive);
+}
+
+}  // namespace torch
+
 #if TORCHAMP_BODIES
-#include "torchamp/detail/core/scaler/grad_scaler-inl.h"  // IWYU pragma: export
+#include "torchamp/detail/core/scaler/grad_scaler-inl.h"          // IWYU pragma: export
+#include "torchamp/detail/core/scaler/grad_scaler_archive-inl.h"  // IWYU pragma: export
 #endif

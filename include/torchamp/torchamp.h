@@ -10,7 +10,6 @@
 #include "torchamp/autocast.h"
 #include "torchamp/clip_grad.h"
 #include "torchamp/cpu_products.h"
-#include "torchamp/detail/core/scaler/grad_scaler_archive.h"  // IWYU pragma: export
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
 #include "torchamp/policy.h"

@@ -25,7 +25,6 @@
 #include <utility>
 #include <vector>
 
-#include "torchamp/detail/core/scaler/grad_scaler_archive.h"
 #include "torchamp/detail/extras/io/archives.h"
 #include "torchamp/detail/extras/io/checkpoint_values.h"
 #include "torchamp/detail/extras/shared/master_meta.h"

@@ -1,16 +1,14 @@
 // SPDX-License-Identifier: BSD-3-Clause
+// GradScaler::save and load.
 #pragma once
 
 #include <ATen/core/ivalue.h>
-#include <c10/util/Exception.h>
 #include <torch/serialize/archive.h>
 
 #include <algorithm>
 #include <cstdint>
-#include <exception>
 #include <sstream>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "torchamp/detail/core/base/checksum.h"
@@ -91,15 +89,16 @@ inline void read_own_numbers(torch::serialize::InputArchive& archive, const Grad
     const auto* const end = std::end(scale_memory_rows<double>);
     const auto* const row = std::find_if(std::begin(scale_memory_rows<double>), end,
                                          [&](const auto& one) { return one.name == name; });
+    const bool is_known = row != end;
     const bool is_held = archive.try_read(name, number);
     TORCHAMP_CHECK(!has_list || is_held, damaged);
-    TORCHAMP_CHECK(row != end || !has_list, of_later_version, name,
+    TORCHAMP_CHECK(is_known || !has_list, of_later_version, name,
                    "\". Load it with that version, or set GradScalerOptions::init_scale to ",
                    state.scale, ", its scale.");
-    double unused = 0.;
-    double& value = row == end ? unused : rest.*row->number;
-    const bool is_whole = row == end || row->is_whole;
+    double value = is_known ? rest.*row->number : 0.;
+    const bool is_whole = !is_known || row->is_whole;
     if (is_held) value = is_whole ? read_count(archive, name) : read_double(archive, name);
+    if (is_known) rest.*row->number = value;
     numbers.push_back(value);
   }
   TORCHAMP_CHECK(!archive.try_read("torchamp_checksum", checksum) ||
@@ -107,102 +106,63 @@ inline void read_own_numbers(torch::serialize::InputArchive& archive, const Grad
                  damaged);
 }
 
-template <>
-struct ScalerArchive<GradScaler> {
-  static void save(const GradScaler& scaler, torch::serialize::OutputArchive& archive) {
-    const StepLedger& ledger = ScalerParts::ledger(scaler);
-    const auto is_open = [](const auto& weak) {
-      const auto window = weak.lock();
-      return window && window->pending > 0;
-    };
-    TORCHAMP_CHECK(
-        std::none_of(ledger.windows.begin(), ledger.windows.end(), is_open),
-        "GradScaler::save: within a window of gradient accumulation, whose gradients a "
-        "file does not hold. Save after the accumulation's step, or first end the window: "
-        "Accumulation::flush() steps with it, discard() drops it.");
-    archive.write("enabled", c10::IValue(scaler.is_enabled()));
-    if (!scaler.is_enabled()) return;
-    TORCHAMP_CHECK(
-        !ledger.optimizers.within_iteration(),
-        "GradScaler::save: within an iteration, after unscale_ or step. Save after update().");
-    const LossScale& scale = ScalerParts::scale(scaler);
-    const ScaleMemory<double> values = scale.read();
-    const GradScalerState state = scale.state_of(values);
-    archive.write("growth_factor", c10::IValue(state.growth_factor));
-    archive.write("backoff_factor", c10::IValue(state.backoff_factor));
-    archive.write("growth_interval", c10::IValue(state.growth_interval));
-    std::string names;
-    std::vector<double> numbers;
-    for (const auto& row : scale_memory_rows<double>) {
-      const double value = values.*row.number;
-      archive.write(std::string(row.name),
-                    row.is_whole ? c10::IValue(static_cast<int64_t>(value)) : c10::IValue(value));
-      if (!row.is_own()) continue;
-      numbers.push_back(value);
-      names.append(names.empty() ? "" : " ").append(row.name);
-    }
-    archive.write("torchamp_numbers", c10::IValue(names));
-    archive.write("torchamp_checksum", c10::IValue(checksum_of(state, numbers)));
-  }
-
-  static void load(GradScaler& scaler, torch::serialize::InputArchive& archive) {
-    if (!scaler.is_enabled()) return;
-    c10::IValue enabled;
-    TORCHAMP_CHECK(
-        !archive.try_read("enabled", enabled) || !enabled.isBool() || enabled.toBool(),
-        "GradScaler::load: the archive was saved from a disabled GradScaler and holds no state.");
-    const GradScalerState state{.scale = read_double(archive, "scale"),
-                                .growth_factor = read_double(archive, "growth_factor"),
-                                .backoff_factor = read_double(archive, "backoff_factor"),
-                                .growth_interval = read_int(archive, "growth_interval"),
-                                .growth_tracker = read_int(archive, "growth_tracker")};
-    ScaleMemory<double> rest = initial_memory(scaler.options());
-    const double full_credit = rest.credit;
-    c10::IValue samples;
-    TORCHAMP_CHECK(!archive.try_read("torchamp_samples", samples),
-                   "GradScaler::load: the archive was saved from a scaler with "
-                   "GradScalerOptions::predictive(), which torchamp does not have. Continue "
-                   "with a new GradScaler({.init_scale = ",
-                   state.scale, "}), which has the archive's scale.");
-    read_own_numbers(archive, state, rest);
-    rest.credit = std::min(rest.credit, full_credit);
-    restore_scaler(scaler, "GradScaler::load", state, rest);
-  }
-};
-
 }  // namespace detail
 
-/// Calls save(), for torch::save.
-inline torch::serialize::OutputArchive& operator<<(torch::serialize::OutputArchive& archive,
-                                                   const GradScaler& scaler) {
-  scaler.save(archive);
-  return archive;
+TORCHAMP_BODY void GradScaler::save(torch::serialize::OutputArchive& archive) const {
+  const auto is_open = [](const auto& weak) {
+    const auto window = weak.lock();
+    return window && window->pending > 0;
+  };
+  TORCHAMP_CHECK(std::none_of(ledger_.windows.begin(), ledger_.windows.end(), is_open),
+                 "GradScaler::save: within a window of gradient accumulation, whose gradients a "
+                 "file does not hold. Save after the accumulation's step, or first end the window: "
+                 "Accumulation::flush() steps with it, discard() drops it.");
+  archive.write("enabled", c10::IValue(is_enabled()));
+  if (!is_enabled()) return;
+  TORCHAMP_CHECK(
+      !ledger_.optimizers.within_iteration(),
+      "GradScaler::save: within an iteration, after unscale_ or step. Save after update().");
+  const detail::ScaleMemory<double> values = scale_.read();
+  const GradScalerState state = scale_.state_of(values);
+  archive.write("growth_factor", c10::IValue(state.growth_factor));
+  archive.write("backoff_factor", c10::IValue(state.backoff_factor));
+  archive.write("growth_interval", c10::IValue(state.growth_interval));
+  std::string names;
+  std::vector<double> numbers;
+  for (const auto& row : detail::scale_memory_rows<double>) {
+    const double value = values.*row.number;
+    archive.write(std::string(row.name),
+                  row.is_whole ? c10::IValue(static_cast<int64_t>(value)) : c10::IValue(value));
+    if (!row.is_own()) continue;
+    numbers.push_back(value);
+    names.append(names.empty() ? "" : " ").append(row.name);
+  }
+  archive.write("torchamp_numbers", c10::IValue(names));
+  archive.write("torchamp_checksum", c10::IValue(detail::checksum_of(state, numbers)));
 }
 
-/// Calls load(), for torch::load.
-inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive& archive,
-                                                  GradScaler& scaler) {
-  scaler.load(archive);
-  return archive;
+TORCHAMP_BODY void GradScaler::load(torch::serialize::InputArchive& archive) {
+  if (!is_enabled()) return;
+  c10::IValue enabled;
+  TORCHAMP_CHECK(
+      !archive.try_read("enabled", enabled) || !enabled.isBool() || enabled.toBool(),
+      "GradScaler::load: the archive was saved from a disabled GradScaler and holds no state.");
+  const GradScalerState state{.scale = detail::read_double(archive, "scale"),
+                              .growth_factor = detail::read_double(archive, "growth_factor"),
+                              .backoff_factor = detail::read_double(archive, "backoff_factor"),
+                              .growth_interval = detail::read_int(archive, "growth_interval"),
+                              .growth_tracker = detail::read_int(archive, "growth_tracker")};
+  detail::ScaleMemory<double> rest = detail::initial_memory(options());
+  const double full_credit = rest.credit;
+  c10::IValue samples;
+  TORCHAMP_CHECK(!archive.try_read("torchamp_samples", samples),
+                 "GradScaler::load: the archive was saved from a scaler with "
+                 "GradScalerOptions::predictive(), which torchamp does not have. Continue "
+                 "with a new GradScaler({.init_scale = ",
+                 state.scale, "}), which has the archive's scale.");
+  detail::read_own_numbers(archive, state, rest);
+  rest.credit = std::min(rest.credit, full_credit);
+  detail::restore_scaler(*this, "GradScaler::load", state, rest);
 }
 
 }  // namespace TORCHAMP_NAMESPACE
-
-namespace torch {
-
-/// torch::load for a GradScaler. For a damaged archive LibTorch's reader throws several kinds of
-/// exceptions; here all are c10::Errors.
-template <class... From>
-void load(torchamp::GradScaler& scaler, From&&... from) {
-  serialize::InputArchive archive;
-  try {
-    archive.load_from(std::forward<From>(from)...);
-  } catch (const c10::Error&) {
-    throw;
-  } catch (const std::exception& error) {
-    TORCHAMP_CHECK(false, "GradScaler::load: the archive cannot be read: ", error.what());
-  }
-  scaler.load(archive);
-}
-
-}  // namespace torch
