@@ -126,7 +126,7 @@ struct Fairseq : Published {
 };
 
 Measured measured(bool bad) {
-  return {.found_inf = {.tensor = torch::full({}, bad ? 1.F : 0.F)}};
+  return Measured(torch::full({}, bad ? 1.F : 0.F));
 }
 
 GradScalerOptions with_interval(GradScalerOptions options, int64_t interval) {

@@ -7,8 +7,6 @@
 #include <utility>
 
 #include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/detail/core/base/text.h"
-#include "torchamp/detail/core/gradients/shards.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
 #include "torchamp/detail/core/scaler/step.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
@@ -47,15 +45,7 @@ TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale) {
       ReadOnce& number = state.measured.*row.number;
       if (!number.tensor.defined()) continue;
       at::Tensor agreed = number.tensor.clone();
-      if (options.agree_found_inf && row.number == &Measured::found_inf) {
-        options.agree_found_inf(agreed);
-        TORCHAMP_CHECK(agreed.defined() && agreed.numel() == 1,
-                       "GradScaler: found_inf is not a tensor of one element after "
-                       "agree_found_inf. Write to it in place, or assign a tensor of one element.");
-        agreed = agreed.reshape({}).ne(0).to(scale.scale().options());
-      } else if (state.shards) {
-        row.agree(*state.shards, agreed);
-      }
+      row.agree(options, state.shards.get(), agreed);
       number = {.tensor = std::move(agreed)};
     }
   }

@@ -15,7 +15,9 @@
 #include <iterator>
 #include <optional>
 #include <string_view>
+#include <utility>
 
+#include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/shards.h"
 #include "torchamp/detail/core/scaler/read_once.h"
 #include "torchamp/grad_scaler_options.h"
@@ -75,6 +77,11 @@ static_assert(std::size(scale_memory_rows<double>) * sizeof(double) == sizeof(Sc
 /// several, for the update. Each is on the scale's device, and has a row in measured_rows. A number
 /// that no option needs is undefined.
 struct Measured {
+  Measured() = default;
+  /// Every check of gradients calls this. A new number is a new parameter, so that the compiler
+  /// names each place that must measure it.
+  explicit Measured(at::Tensor flag) : found_inf{.tensor = std::move(flag)} {}
+
   ReadOnce found_inf{};  ///< 1 for an inf or a NaN, else 0
 };
 
@@ -83,8 +90,9 @@ struct MeasuredRow {
   ReadOnce Measured::*number;
   /// The number of two optimizers.
   ReadOnce (*of_both)(const ReadOnce& one, const ReadOnce& other);
-  /// Makes the number of this process's shards the number of all processes.
-  void (*agree)(const Shards& shards, at::Tensor& number);
+  /// Makes this process's number the number of all processes, by the program's function or by
+  /// `shards`, which is null without shards.
+  void (*agree)(const GradScalerOptions& options, const Shards* shards, at::Tensor& number);
 };
 
 inline ReadOnce larger(const ReadOnce& one, const ReadOnce& other) {
@@ -93,11 +101,21 @@ inline ReadOnce larger(const ReadOnce& one, const ReadOnce& other) {
   return {.tensor = at::maximum(one.tensor, other.tensor)};
 }
 
-/// One row for each number. A new number is a member above, a row here, and its measurement in
-/// step-inl.h.
+/// See GradScalerOptions::agree_found_inf.
+inline void agree_on_flag(const GradScalerOptions& options, const Shards* shards,
+                          at::Tensor& found_inf) {
+  if (!options.agree_found_inf) return shards->agree_largest(found_inf);
+  const at::TensorOptions of_flag = found_inf.options();
+  options.agree_found_inf(found_inf);
+  TORCHAMP_CHECK(found_inf.defined() && found_inf.numel() == 1,
+                 "GradScaler: found_inf is not a tensor of one element after agree_found_inf. "
+                 "Write to it in place, or assign a tensor of one element.");
+  found_inf = found_inf.reshape({}).ne(0).to(of_flag);
+}
+
+/// One row for each number.
 inline constexpr MeasuredRow measured_rows[] = {
-    {&Measured::found_inf, larger,
-     [](const Shards& shards, at::Tensor& number) { shards.agree_largest(number); }},
+    {&Measured::found_inf, larger, agree_on_flag},
 };
 static_assert(std::size(measured_rows) * sizeof(ReadOnce) == sizeof(Measured),
               "Each number has a row.");

@@ -89,7 +89,7 @@ TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
   }
   if (scale.may_be_below_one()) check_unscaled(batches, found_inf);
   return {.stage = OptimizerState::Stage::unscaled,
-          .measured = {.found_inf = {.tensor = std::move(found_inf)}},
+          .measured = Measured(std::move(found_inf)),
           .had_gradients = !batches.empty(),
           .gradients = count_gradients(optimizer),
           .moved = gradients_moved(),
@@ -102,14 +102,14 @@ inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState
   using Agreement = OptimizerState::Agreement;
   if (state.agreement == Agreement::binding) return;
   const InternalOps guard;
-  if (state.agreement == Agreement::reached) {
-    // GradScaler::found_inf() has reached it, and given its caller this flag.
-    state.measured.found_inf = {.tensor = state.measured.found_inf.tensor.clone()};
-  }
+  at::Tensor found_inf = state.measured.found_inf.tensor;
+  // GradScaler::found_inf() has reached it, and given its caller this flag.
+  if (state.agreement == Agreement::reached) found_inf = found_inf.clone();
   state.shards = shards_of(optimizer, "GradScaler::step");
   const auto batches = gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step");
   state.had_gradients |= !batches.empty();
-  check_unscaled(batches, state.measured.found_inf.tensor);
+  check_unscaled(batches, found_inf);
+  state.measured = Measured(std::move(found_inf));
   state.agreement = Agreement::none;
 }
 
@@ -185,7 +185,7 @@ inline StepDivisor check_before_fused_step(torch::optim::Optimizer& optimizer, c
   if (state.agreement == Agreement::binding) return divisor;
   state.agreement = Agreement::none;
   state.had_gradients = !batches.empty();
-  state.measured = {.found_inf = {.tensor = find_infs(batches, divisor, scale)}};
+  state.measured = Measured(find_infs(batches, divisor, scale));
   return divisor;
 }
 

@@ -103,7 +103,7 @@ inline void warn_of_local_gradients(const torch::optim::Optimizer& optimizer, co
 inline void take_unscaled(StepLedger& ledger, torch::optim::Optimizer& optimizer,
                           at::Tensor found_inf, bool had_gradients) {
   ledger.optimizers.of(optimizer) = {.stage = OptimizerState::Stage::unscaled,
-                                     .measured = {.found_inf = {.tensor = std::move(found_inf)}},
+                                     .measured = Measured(std::move(found_inf)),
                                      .had_gradients = had_gradients,
                                      .gradients = count_gradients(optimizer),
                                      .moved = gradients_moved(),
