@@ -94,7 +94,7 @@ class WeightCache {
   const detail::WeightCasts* const* casts_;
 };
 
-inline constexpr WeightCache WeightCache::none{detail::WeightKeep::Until::made, nullptr};
+inline constexpr WeightCache WeightCache::none{detail::WeightKeep::Until::not_kept, nullptr};
 inline constexpr WeightCache WeightCache::libtorch{detail::WeightKeep::Until::region_ends, nullptr};
 inline constexpr WeightCache WeightCache::region{detail::WeightKeep::Until::region_ends,
                                                  &detail::registered_weight_casts};
@@ -116,15 +116,15 @@ inline void clear_weight_cache() {
 /// Clears LibTorch's cache, and marks all casts in torchamp's own cache as stale: the next use of a
 /// weight casts it again. If torchamp's own cache is in use, call this function after writes that
 /// LibTorch does not count:
-///  - through `.data()`, outside of regions. LibTorch's own SGD writes in this way; if a GradScaler
-///    takes its step, no call is needed;
+///  - through `.data()`. No call is needed for LibTorch's ops in place in a region. LibTorch's own
+///    SGD also writes through `.data()`; if a GradScaler takes its step, no call is needed;
 ///  - through a pointer;
 ///  - through a tensor that is not a view of the weight, but uses the weight's present or former
 ///    memory;
 ///  - by a custom kernel, or an op such as `_fused_adam_`;
 ///  - by a graph other than a CudaGraph's.
 ///
-/// If a weight has only a part of its memory, for example after
+/// If a weight uses only a part of its storage, for example after
 /// torch::nn::utils::vector_to_parameters(), torchamp's own cache stores no casts of it, and no
 /// call is needed. Any thread; never synchronises.
 inline void weights_changed() {

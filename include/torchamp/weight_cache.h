@@ -104,7 +104,7 @@ class StoredWeightCasts final : public WeightCasts {
   void cast(const c10::FunctionSchema& schema, const std::vector<std::size_t>& positions,
             at::ScalarType dtype, at::DeviceType device, torch::jit::Stack& stack) const override {
     const WeightKeep keep = keep_of_this_thread();
-    if (keep.until == WeightKeep::Until::made || is_traced()) return;
+    if (keep.until == WeightKeep::Until::not_kept || is_traced()) return;
     // An op in place may add activations. Only a parameter is certainly a weight.
     const bool in_place = schema.name().ends_with('_');
     const auto cast_of = [&](const at::Tensor& tensor, std::size_t position) {
@@ -136,9 +136,9 @@ struct WeightCacheStats {
   int64_t bytes = 0;   ///< bytes in use now
 };
 
-/// Limits torchamp's own cache to this many bytes, for the whole process; the least recently used
-/// entries are freed first, at once. Without a call there is no limit. Any thread. Error: a
-/// negative number.
+/// Limits torchamp's own cache to this many bytes, for the whole process. This call, and each later
+/// cast that does not fit, frees the least recently used entries until the limit is met. Without a
+/// call there is no limit. Any thread. Error: a negative number.
 inline void set_weight_cache_budget(int64_t bytes) {
   TORCH_CHECK_VALUE(bytes >= 0, "set_weight_cache_budget: ", bytes,
                     " bytes is not a budget. Pass 0 or more.");

@@ -216,7 +216,7 @@ TEST(DerivedWeights, KeepsAsLongAsWasAsked) {
   doubled.of(c, {Until::weights_step, region});
   doubled.of(d, {Until::dropped, region});
   doubled.of(d, {Until::region_ends, region});  // the longest counts
-  doubled.of(leaf({1}), {Until::made, region});
+  doubled.of(leaf({1}), {Until::not_kept, region});
   EXPECT_EQ(store.counts().bytes, 16);
   store.end_region(region);
   EXPECT_EQ(store.counts().bytes, 12);
@@ -350,7 +350,7 @@ TEST(KeepOfThisThread, IsTheOutermostGuardsRegion) {
   using torchamp::detail::keep_of_this_thread;
   using Until = WeightKeep::Until;
   (void)torchamp::detail::derived_weights();
-  EXPECT_EQ(keep_of_this_thread().until, Until::made);
+  EXPECT_EQ(keep_of_this_thread().until, Until::not_kept);
   std::uint64_t region = 0;
   {
     const torchamp::AutocastGuard guard(torch::kCPU);
@@ -361,9 +361,9 @@ TEST(KeepOfThisThread, IsTheOutermostGuardsRegion) {
       const torchamp::AutocastGuard nested(torch::kCPU, {.policy = torchamp::Policy::torch()});
       EXPECT_EQ(keep_of_this_thread().region, region);
       const torchamp::AutocastGuard uncached(torch::kCPU, {.cache_enabled = false});
-      EXPECT_EQ(keep_of_this_thread().until, Until::made);
+      EXPECT_EQ(keep_of_this_thread().until, Until::not_kept);
     }
-    std::thread([] { EXPECT_EQ(keep_of_this_thread().until, Until::made); }).join();
+    std::thread([] { EXPECT_EQ(keep_of_this_thread().until, Until::not_kept); }).join();
   }
   const torchamp::AutocastGuard guard(torch::kCPU);
   EXPECT_NE(keep_of_this_thread().region, region);
@@ -377,7 +377,7 @@ TEST(KeepOfThisThread, IsNothingInARegionThatBeganBeforeTheStore) {
   auto* const store = known.exchange(nullptr);
   const torchamp::AutocastGuard before(torch::kCPU);
   known = store;
-  EXPECT_EQ(keep_of_this_thread().until, Until::made);
+  EXPECT_EQ(keep_of_this_thread().until, Until::not_kept);
   {
     const torchamp::AutocastGuard nested(torch::kCPU, {.policy = torchamp::Policy::torch()});
     EXPECT_EQ(keep_of_this_thread().until, Until::region_ends);
@@ -385,7 +385,7 @@ TEST(KeepOfThisThread, IsNothingInARegionThatBeganBeforeTheStore) {
     const torchamp::AutocastGuard kept(torch::kCPU, {.cache = torchamp::WeightCache::kept});
     EXPECT_EQ(keep_of_this_thread().until, Until::dropped);
   }
-  EXPECT_EQ(keep_of_this_thread().until, Until::made);
+  EXPECT_EQ(keep_of_this_thread().until, Until::not_kept);
 }
 
 }  // namespace

@@ -64,8 +64,8 @@ namespace TORCHAMP_NAMESPACE {
 /// A weight may be cast before its first use in a region. So call weights_changed() after a write
 /// in the region that LibTorch does not count. A gradient hook that is registered between forward
 /// and backward may get an undefined gradient. If the program stores a `w.t()`, no gradient reaches
-/// it: the gradient goes directly to `w`. If a rule with a predicate leaves a call to LibTorch's
-/// kernel, LibTorch casts the weight for this call. If other ops also use the weight, it is cast
+/// it: the gradient goes directly to `w`. If a rule with a predicate lets LibTorch's kernel run a
+/// call, LibTorch casts the weight for this call. If other ops also use the weight, it is cast
 /// twice. This cache has no statistics and no budget. Several threads may use it at once: each
 /// thread records its own order, and casts separately.
 inline WeightCache weights_together() {

@@ -147,9 +147,10 @@ class AutocastKernel final : public c10::OperatorKernel {
     // If a region has its own casts of weights, arguments that LibTorch's kernel would cast to 16
     // bits are cast here, to the same values. Not if PolicyData::decide() has chosen LibTorch's
     // kernel, because it has reported this choice to profilers.
-    if (rule.cast == Cast::native && weight_casts != nullptr && !compiled.depends_on_call()) {
-      if (facts != nullptr && facts->is_natively_lowered) rule = {Cast::lower_precision};
-    }
+    const bool is_lowered_here = rule.cast == Cast::native && weight_casts != nullptr &&
+                                 !compiled.depends_on_call() && facts != nullptr &&
+                                 facts->is_natively_lowered;
+    if (is_lowered_here) rule = {Cast::lower_precision};
     if (rule.cast == Cast::native) return call_native(op, keys, stack);
     call_cast(rule, weight_casts, facts, op, keys, stack);
   }

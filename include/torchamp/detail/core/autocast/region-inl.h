@@ -65,7 +65,7 @@ inline std::optional<WeightCache> asked_cache(std::optional<bool> enabled,
                                               const ThreadPolicy* outer) {
   if (!cache) {
     if (enabled == false) return WeightCache::none;
-    if (!enabled || !outer || outer->keep.until != WeightKeep::Until::made) return std::nullopt;
+    if (!enabled || !outer || outer->keep.until != WeightKeep::Until::not_kept) return std::nullopt;
     return WeightCache::libtorch;
   }
   TORCHAMP_CHECK_VALUE(!enabled || *enabled == (*cache != WeightCache::none),

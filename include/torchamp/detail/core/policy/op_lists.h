@@ -73,7 +73,7 @@ inline constexpr std::string_view sampling_ops[] = {
 /// GPU rejects them in bf16 or in both 16-bit dtypes (its Fourier transforms take fp16 only for
 /// powers of two). Their row applies if LibTorch has no autocast kernel for the op, so the
 /// behaviour on a CPU stays.
-inline constexpr std::string_view fp32_by_cpu_list_ops[] = {
+inline constexpr std::string_view fp32_as_on_cpu_ops[] = {
     "fft_fft"sv, "fft_ifft"sv, "fft_fft2"sv, "fft_ifft2"sv, "fft_fftn"sv, "fft_ifftn"sv,
     "fft_rfft"sv, "fft_irfft"sv, "fft_rfft2"sv, "fft_irfft2"sv, "fft_rfftn"sv, "fft_irfftn"sv,
     "fft_hfft"sv, "fft_ihfft"sv, "fft_hfft2"sv, "fft_ihfft2"sv, "fft_hfftn"sv, "fft_ihfftn"sv,
@@ -180,7 +180,7 @@ inline constexpr OpFamily decomposition("decomposition", decomposition_ops);
 inline constexpr OpFamily fp32_only("fp32_only", fp32_only_ops);
 inline constexpr OpFamily sparse("sparse", sparse_ops);
 inline constexpr OpFamily sampling("sampling", sampling_ops);
-inline constexpr OpFamily fp32_by_cpu_list("fp32_by_cpu_list", fp32_by_cpu_list_ops);
+inline constexpr OpFamily fp32_as_on_cpu("fp32_as_on_cpu", fp32_as_on_cpu_ops);
 inline constexpr OpFamily complex_view("complex_view", complex_view_ops);
 inline constexpr OpFamily index_sum("index_sum", index_sum_ops);
 inline constexpr OpFamily gather("gather", gather_ops);
@@ -214,8 +214,6 @@ struct Rule {
   Cast cast = Cast::native;
   Where where = Where::always;
   const OpRule* op_rule = nullptr;  // not null for Cast::fp8
-
-  bool operator==(const Rule& other) const = default;
 };
 
 /// A row of a table. If two rows name an op, the first row decides. A row only for devices that
@@ -247,7 +245,7 @@ inline constexpr Row standard_rows[] = {
     {fp32_only, {Cast::fp32, Where::no_native_kernel}},
     {sparse, {Cast::fp32, Where::no_native_kernel}},
     {sampling, {Cast::promote}, /*on_cpu=*/{Cast::fp32}},
-    {fp32_by_cpu_list, {Cast::fp32, Where::no_native_kernel}},
+    {fp32_as_on_cpu, {Cast::fp32, Where::no_native_kernel}},
     {.family = complex_view, .rule = {Cast::fp32, Where::no_native_kernel}, .may_alias = true},
     {one_dtype, {Cast::promote, Where::no_native_kernel}},
     {.family = one_dtype_in_place, .rule = {Cast::promote}, .may_alias = true},

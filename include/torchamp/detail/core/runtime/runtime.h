@@ -106,12 +106,12 @@ struct DeviceAutocastState {
 /// How long a cast or another form of a weight is kept.
 struct WeightKeep {
   enum class Until : std::uint8_t {
-    made,          ///< not at all
+    not_kept,      ///< only for the call
     region_ends,   ///< the outermost guard's end
     weights_step,  ///< the next step of any optimizer that the library observes
     dropped,       ///< until the program drops it, or the weight is destroyed
   };
-  Until until = Until::made;
+  Until until = Until::not_kept;
   std::uint64_t region = 0;  ///< of the outermost guard; 0 if that began before the store
 };
 

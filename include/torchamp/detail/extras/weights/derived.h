@@ -70,7 +70,7 @@ class DerivedWeights final : public KeptWeights {
   template <class Make>
   Tensors get(const at::Tensor& weight, WeightForm form, WeightKeep keep, const Make& make,
               bool* hit = nullptr) {
-    if (keep.until == WeightKeep::Until::made || suspensions_ > 0 || !counts_changes(weight) ||
+    if (keep.until == WeightKeep::Until::not_kept || suspensions_ > 0 || !counts_changes(weight) ||
         stream_is_captured(weight)) {
       return make(Tensors());
     }
@@ -199,8 +199,8 @@ class DerivedWeights final : public KeptWeights {
     Tensors tensors;
     std::vector<std::uint32_t> versions;
     int64_t bytes = 0;
-    WeightKeep::Until until = WeightKeep::Until::made;  // the longest requested time
-    std::vector<std::uint64_t> regions;                 // open regions that use it
+    WeightKeep::Until until = WeightKeep::Until::not_kept;  // the longest requested time
+    std::vector<std::uint64_t> regions;                     // open regions that use it
     std::uint64_t used = 0;
     bool is_stale = false;
   };
