@@ -194,8 +194,8 @@ inline void check_before_step(const char* call, const GradScaler& scaler,
 
 /// Multiplies the gradients of `params` (a vector, a list in braces, or one tensor) in place by
 /// min(1, max_norm / (norm + 1e-6)). `norm` is the `norm_type`-norm of all gradients as one vector.
-/// `norm_type` is any number or infinity. With 0., the norm is the number of gradients that are not
-/// all zero, like in PyTorch.
+/// `norm_type` is any number or infinity. With 0., the norm is instead the number of gradients that
+/// have a non-zero element, like in PyTorch.
 ///
 /// Returns the norm before clipping: a 0-dim tensor on the first gradient's device, in fp64 if a
 /// gradient is fp64, otherwise in fp32; 0 without gradients. If the norm is inf or NaN, the

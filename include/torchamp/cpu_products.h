@@ -33,11 +33,11 @@ enum class CpuProducts : std::uint8_t {
 ///
 /// The next of these events applies the choice: an enabled guard for a CPU in 16 bits; the creation
 /// of MasterWeights or ShardedMasterWeights for a model on a CPU; a step of a FusedMuon on a CPU,
-/// which multiplies in bf16 without a guard. For `fastest`, the first such event measures. For
-/// products in fp32, it also registers kernels for the CPU with LibTorch's dispatcher. From then
-/// on, backward passes and code without guards also use these kernels. If another library has
-/// replaced an op's CPU kernel, that kernel stays. A process without such an event keeps LibTorch's
-/// kernels. Any thread; never synchronises.
+/// which multiplies in bf16 without a guard. For `fastest`, the first such event measures. If
+/// products run in fp32, the event also registers kernels for the CPU with LibTorch's dispatcher.
+/// From then on, backward passes and code without guards also use these kernels. If another library
+/// has replaced an op's CPU kernel, that kernel stays. A process without such an event keeps
+/// LibTorch's kernels. Any thread; never synchronises.
 void set_cpu_products(CpuProducts products);
 
 /// Returns how CPUs compute products in `dtype` (fp16 or bf16) from the next guard on: `libtorch`

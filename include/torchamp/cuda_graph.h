@@ -94,9 +94,8 @@ struct CudaGraphOptions {
 ///
 /// After certain changes, the next call runs eagerly, and the call after it captures again:
 ///  - an optimizer's options or state have changed, except for learning rates;
-///  - an optimizer has taken a step, eagerly or in another graph, with gradients of other
-///  parameters
-///    than in the captured step;
+///  - an optimizer has taken a step, eagerly or in another graph, in which other parameters had
+///    gradients than in the captured step;
 ///  - train() or eval() was called, or a weight or buffer has other memory or another
 ///    requires_grad, in one of `models`.
 ///

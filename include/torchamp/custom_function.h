@@ -168,10 +168,10 @@ decltype(auto) as_input(Input&& input) {
 /// under "torchamp.state". Error in backward(): the program has removed this entry.
 ///
 /// With a second argument, `AutocastFunction<Exp, torch::kFloat>`, the function gets its inputs in
-/// that dtype and runs without autocast. In a region, floating-point tensors other than fp64 on a
-/// device with autocast are cast to the dtype, and forward and backward run with autocast off.
-/// Outside a region nothing is cast. Casts apply to inputs of type at::Tensor,
-/// std::optional<at::Tensor>, at::TensorList and std::vector<at::Tensor>.
+/// that dtype, and forward and backward run with autocast off. Only floating-point tensors on a
+/// device for which autocast is on are cast, except for fp64 tensors. Outside a region nothing is
+/// cast. Casts apply to inputs of type at::Tensor, std::optional<at::Tensor>, at::TensorList and
+/// std::vector<at::Tensor>.
 ///
 /// There are two differences from torch.amp. The cast is part of the graph, so a double backward
 /// reaches the inputs through tensors that forward saved. If forward writes in place to a cast

@@ -87,7 +87,7 @@ class WarmupScheduler : public torch::optim::LRScheduler {
     }
   }
 
-  /// 1 at 0, and 0 at 1.
+  /// The share of the decay that remains: 1 for a progress of 0, and 0 for a progress of 1.
   virtual double decay(double progress) const = 0;
 
   /// The rates of the next step, for LRScheduler::step().

@@ -208,14 +208,14 @@ class MasterWeights final : public detail::MastersOfModel {
   /// gradients accumulate in fp32. If you call it once after several micro-batches, they accumulate
   /// in 16 bits. With an Accumulation, call it in before_unscale(); the Accumulation itself takes
   /// the gradients of earlier micro-batches. With DistributedDataParallel::no_sync(), call it once,
-  /// after the last micro-batch: only the model's gradients are averaged. Does nothing with
-  /// `.main_gradients`.
+  /// after the last micro-batch, because gradients that the masters already have are not averaged.
+  /// Does nothing with `.main_gradients`.
   ///
   /// Takes two passes over all parameters (one if the masters have no gradients yet). Error: the
   /// optimizer has changed the masters since the last copy_to_model(). (LibTorch's own SGD writes
   /// without changing versions, so its steps are detected only if a GradScaler took them.) If a
   /// fused optimizer's zero_grad() was called while the model had gradients, and backward() has
-  /// then added to them, it warns once: call zero_grad() of this class instead.
+  /// then added to them, take_gradients() warns once: call zero_grad() of this class instead.
   inline void take_gradients() override;
 
   /// Clears the gradients of the model and of parameters(). Call it before backward(), instead of
@@ -244,10 +244,10 @@ class MasterWeights final : public detail::MastersOfModel {
   using MastersOfModel::save;
 
   /// For torch::load(masters, path): fills masters and model, in place, from a file of save(), or
-  /// of torch::save of such a model, in any floating-point dtype. If it throws, nothing is changed.
-  /// Errors include: a file with more weights than the model; complex numbers for real weights, or
-  /// fractions for integers; a buffer or frozen weight whose elements share memory. Synchronises:
-  /// until it returns, it holds a copy of the weights on the host.
+  /// of torch::save of a model with the same names and shapes, in any floating-point dtype. If it
+  /// throws, nothing is changed. Errors include: a file with more weights than the model; complex
+  /// numbers for real weights, or fractions for integers; a buffer or frozen weight whose elements
+  /// share memory. Synchronises: until it returns, it holds a copy of the weights on the host.
   inline void load(torch::serialize::InputArchive& archive) override;
 
   /// For TrainingCheckpoint: returns a function that restores the present weights from a copy on

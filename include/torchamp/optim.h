@@ -133,8 +133,8 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
   virtual void check_group(const torch::optim::OptimizerParamGroup& /*group*/,
                            std::size_t /*number*/) const {}
 
-  /// Records in the parameters' weights that this optimizer steps them; ShardedMasterWeights read
-  /// it.
+  /// Records, for parameters that belong to masters, that an optimizer steps them.
+  /// ShardedMasterWeights read this record.
   void note_weights() const {
     detail::any_parameter(*this, [](const at::Tensor& param) {
       if (auto* const meta = detail::weight_meta_of(param)) meta->has_optimizer = true;

@@ -83,9 +83,9 @@ class Policy {
   }
 
   /// The rule of one overload on one type of device, without conditional rules. "softmax.int" names
-  /// an overload; "softmax" names the overload without a name. If an op has no such overload, its
-  /// name means all overloads that can be cast. An op on no list is `unchanged`. Errors: an op that
-  /// LibTorch does not have; several overloads with different rules (the error lists them); a
+  /// an overload; "matmul" names the overload without a name. If an op has none, like "softmax",
+  /// its name means all overloads that can be cast. An op on no list is `unchanged`. Errors: an op
+  /// that LibTorch does not have; several overloads with different rules (the error lists them); a
   /// device type without autocast.
   Cast lookup(std::string_view op, at::DeviceType device) const {
     return common_rule("Policy::lookup", op, device, /*in_effect=*/false);

@@ -43,9 +43,8 @@ inline std::ostream& operator<<(std::ostream& out, const Policy& policy) {
 ///     lower_precision when bfloat16: softmax.int
 ///     fp8(only_worthwhile): ops::dense
 ///
-/// Errors: a rule with a predicate, unless later edits have removed the rule; an op such as
-/// "ops::norm" of a library called "ops", because a family has this name (edit its overloads one by
-/// one).
+/// Errors: a rule with a predicate, unless later edits have removed the rule; an op with the name
+/// of a family, such as "ops::norm" of a library called "ops" (name the op's overloads instead).
 inline std::string to_text(const Policy& policy) {
   std::string text = "policy " + std::string(detail::to_string(policy.data()->base)) + '\n';
   for (const std::string& line : detail::lines_of_edits("torchamp::to_text", *policy.data())) {

@@ -11,10 +11,10 @@
 /// exists, lines are appended.
 ///
 /// The log does not wait for values on a device: it writes them some steps later, when they have
-/// arrived on the host. finish() and the destructor wait for the other values and write them. If
-/// the file cannot be opened, the constructor of the TrainingStep throws. If a line cannot be
-/// written later (the disk is full), the log warns, training continues, and a later step writes the
-/// line again.
+/// arrived on the host. finish() and the destructor wait for the values that have not yet arrived,
+/// and write them. If the file cannot be opened, the constructor of the TrainingStep throws. If a
+/// line cannot be written after construction (the disk is full), the log warns, training continues,
+/// and a later step writes the missing line.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/full.h>

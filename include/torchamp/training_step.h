@@ -72,7 +72,8 @@ struct TrainingStepOptions {
   detail::Choice<detail::MastersOption> masters = {};
   /// A process group (torchamp/distributed/training_group.h), or `{group, options}` with
   /// DistributedDataParallelOptions. Gradients are averaged over the group as by
-  /// DistributedDataParallel; the function may call the forward of any module.
+  /// DistributedDataParallel; the function that computes the loss may call the forward of any
+  /// module.
   detail::Choice<detail::GroupOption> group = {};
   /// CudaGraphOptions: captures iterations and replays them. It captures again after train() or
   /// eval() of the model or of a part of the model. Each micro-batch of a window has its own graph.

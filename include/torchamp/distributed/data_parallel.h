@@ -111,8 +111,9 @@ struct DistributedDataParallelOptions {
 ///     optimizer.step();                                // the replicas stay equal
 ///
 /// Construction copies the parameters and buffers of process 0 to all processes; if the shapes
-/// differ, it throws. At most one backward follows each forward. The average of scaled gradients is
-/// also scaled. checkpoint() works, even if calls are nested.
+/// differ, it throws. Call backward() at most once after each forward(): a second backward() does
+/// not average its gradients. The average of scaled gradients is also scaled. checkpoint() works,
+/// even if calls are nested.
 ///
 /// With MasterWeights, first call broadcast_module(), then create the masters, then this object.
 /// With main_gradients, the masters' gradients are averaged, in fp32; under no_sync() they
@@ -160,10 +161,11 @@ class DistributedDataParallel {
   /// The process group.
   const ProcessGroupPtr& group() const { return averages_->group(); }
 
-  /// Averages gradients that backward passes under no_sync() have accumulated. Call it if a step
-  /// comes early, before gradients are taken, unscaled or clipped. Example: in before_unscale() of
-  /// an Accumulation, because its last window may be incomplete. Does nothing if the last forward
-  /// with gradients was outside no_sync(). Collective; synchronises.
+  /// Averages gradients that backward passes under no_sync() have accumulated. If a step comes
+  /// before the last micro-batch, call this first, before gradients are taken, unscaled or clipped.
+  /// Example: in before_unscale() of an Accumulation, because its last window may be incomplete.
+  /// Does nothing if the last forward with gradients was outside no_sync(). Collective;
+  /// synchronises.
   void sync_gradients() {
     if (!averages_->are_local) return;
     detail::GraphBody::check(

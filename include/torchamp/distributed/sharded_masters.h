@@ -83,11 +83,11 @@ struct ShardedMasterWeightsOptions {
 ///
 /// Sums are in fp32, in the order of the ranks. If the optimizer's kernel treats all elements
 /// alike, the weights are bitwise identical to the weights that one process computes from the same
-/// gradients. ATen's CPU kernels may not: they process the last elements of a tensor, or of a
-/// thread's part, without vector instructions. A shard ends at other elements than the whole
-/// weight, so these elements may differ by a rounding in each step. On a CPU gradients are the same
-/// only with the same number of threads, because LibTorch's layer norm adds the gradients of its
-/// weight by thread.
+/// gradients. ATen's CPU kernels do not treat them alike: they process the last elements of a
+/// tensor, or of a thread's part, without vector instructions. A shard ends at other elements than
+/// the whole weight, so these elements may differ by a rounding in each step. Two runs on CPUs
+/// compute the same gradients only with the same number of threads, because LibTorch's layer norm
+/// adds the gradients of its weight by thread.
 ///
 /// save_together() of a TrainingCheckpoint with masters and optimizer gathers both. Its file holds
 /// whole weights and states: load_shared() reads it on any number of processes, and a program with
@@ -135,8 +135,9 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
   /// with MasterWeights.
   using Masters::take_gradients;
 
-  /// Sends gradients that backward passes under no_sync() have accumulated, if a step comes early.
-  /// An Accumulation's flush() calls it. Does nothing if there are no such gradients. Collective.
+  /// Sends gradients that backward passes under no_sync() have accumulated. Call it if a step comes
+  /// before the last micro-batch. An Accumulation's flush() calls it. Does nothing if there are no
+  /// such gradients. Collective.
   void sync_gradients() {
     if (scatter_->any()) scatter_->send();
   }
@@ -175,7 +176,8 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
   using MastersOfModel::save;
 
   /// For torch::load(masters, path) on every process: fills the model, and this process's shards,
-  /// from a file of save(), or of torch::save of such a model. If it throws, nothing is changed.
+  /// from a file of save(), or of torch::save of a model with the same names and shapes. If it
+  /// throws, nothing is changed.
   using MastersOfModel::load;
 
   /// For TrainingCheckpoint: returns a function that restores the present weights on this process.

@@ -28,7 +28,7 @@ struct AuditRow {
   /// The share of the squared gradients of a result that rounding to 16 bits loses; the largest
   /// over all calls. 1 if all gradients become 0, infinite if one overflows.
   double gradient_loss = 0.;
-  /// Shares of the results. `underflow`: too small for full precision in 16 bits, including 0.
+  /// Shares of the results. `underflow`: not 0 in fp32, and 0 or without full precision in 16 bits.
   /// `overflow`: infinite in 16 bits but finite in fp32. `vanished`: 0 in 16 bits but not in fp32.
   double underflow = 0., overflow = 0., vanished = 0.;
   /// Largest and smallest non-zero magnitude of the results in fp32.

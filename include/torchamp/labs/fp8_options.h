@@ -39,9 +39,9 @@ struct Fp8Options {
   /// Whether `nvfp4` rounds gradients stochastically instead of to nearest. The other recipes
   /// always round to nearest. In a policy's text, false is `round_to_nearest`.
   bool stochastic_rounding = true;
-  /// True: the guard throws if the device has no fp8 products for this recipe, or none in this
-  /// dtype (rowwise in fp16 on a GPU); for a module's policy, the module's forward throws. False:
-  /// such calls run as lower_precision; a CastRecorder counts them, with the reason.
+  /// True: the guard throws if the device has no fp8 products for this recipe, or none in the
+  /// region's dtype (rowwise in fp16 on a GPU); for a module's policy, the module's forward throws.
+  /// False: such calls run as lower_precision; a CastRecorder counts them, with the reason.
   bool strict = false;
   /// Whether calls that gain nothing on a GPU run as lower_precision, on every device. A call gains
   /// nothing if K (the contraction) or N (the columns of the result) is not a multiple of 16, or if

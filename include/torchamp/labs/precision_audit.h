@@ -31,9 +31,9 @@ struct AuditData;
 
 /// Options of a PrecisionAudit.
 struct PrecisionAuditOptions {
-  /// The 16-bit dtype: fp16 or bf16. When policy() measures a step under a policy, 16-bit guards in
-  /// the step also use it. Unset: the dtype of the step's first 16-bit
-  /// guard; without such a guard, the device's current autocast dtype.
+  /// The 16-bit dtype: fp16 or bf16. While policy() measures a step, 16-bit guards in the step also
+  /// use this dtype. Unset: the dtype of the step's first 16-bit guard; without such a guard, the
+  /// device's current autocast dtype.
   std::optional<at::ScalarType> dtype = std::nullopt;
   /// For a model that several processes train: a function that replaces the elements of a 1-D
   /// tensor on the model's device by their means over all processes, such as average_over() in
@@ -93,11 +93,11 @@ std::ostream& operator<<(std::ostream& out, const AuditedPolicy& audited);
 /// Writes an audit's policies as text for load_policies() and TORCHAMP_POLICY=file:PATH (which uses
 /// only the rules for ops). The text is the present `policy` and `modules`, which the program may
 /// have edited, one rule per line; rules that the audit chose have their reasons as comments.
-/// Exception: if `policy` is Policy::torch() without edits, the text instead has the rules of
-/// `decisions` for guards, whose `module` is empty. If `decisions` has rules for a module that
-/// `modules` lacks, the text has these rules. The file is replaced completely or not at all.
-/// Errors, which name the file if the file is the cause: a rule without a text form (see
-/// to_text()); a module name with '#' or white space.
+/// Exception: if `policy` is Policy::torch() without edits, its rules in the text are the rules of
+/// `decisions` that have an empty `module`. If `decisions` has rules for a module that `modules`
+/// lacks, the text has these rules. The file is replaced completely or not at all. Errors, which
+/// name the file if the file is the cause: a rule without a text form (see to_text()); a module
+/// name with '#' or white space.
 void save_policy(const AuditedPolicy& audited, const std::string& path);
 
 /// Measures which ops of a model may run in 16 bits, and how much time this saves.
@@ -136,8 +136,8 @@ class PrecisionAudit {
   PrecisionAudit& operator=(const PrecisionAudit& other);
   ~PrecisionAudit() = default;
 
-  /// Runs `step` once unmeasured and `n` times measured, each time from the same state; once more
-  /// if results depend on no parameter. A further call replaces the measurements.
+  /// Runs `step` once unmeasured and `n` times measured, each time from the same state; twice more
+  /// if an op's result depends on no parameter. A further call replaces the measurements.
   ///
   /// Errors, after which the audit is unchanged:
   ///  - `step` changes a parameter, does not call backward(), or calls no op that can be cast;
@@ -166,16 +166,17 @@ class PrecisionAudit {
   /// no such file; a file with other modules or ops.
   void read_times(const std::string& path);
 
-  /// Chooses the ops for 16 bits by error per saved microsecond, including casts between
-  /// neighbours. Then it measures the whole choice, and reverts rules until the error is within the
-  /// budget; gradients that are not finite exceed it. See Note [How an audit chooses].
-  /// Calls the step of run() again: objects that the step refers to must still exist. It
-  /// returns Policy::torch() instead if three conditions hold: the choice is slower,
+  /// Chooses the ops for 16 bits by error per saved microsecond. The saved time allows for casts
+  /// between an op and the ops that take its result. Then it measures the whole choice and reverts
+  /// rules until the error is within the budget. It tries up to 12 further ops, and adds each that
+  /// keeps the error within the budget. Gradients that are not finite exceed every budget. See the
+  /// Note in choose.h. Calls the step of run() again: objects that the step refers to must still
+  /// exist. It returns Policy::torch() instead if three conditions hold: the choice is slower,
   /// Policy::torch() is within the budget, and the times were not loaded by read_times().
   ///
   /// Errors: nothing has been measured; a budget or limit below 0; grad mode off; a model that is
-  /// now frozen or in 16 bits, or has gradients that are not finite in fp32; exceptions of the
-  /// step. Exception: if the step throws under Policy::torch(), the error of that policy is
+  /// now frozen or in 16 bits, or has gradients that are not finite in fp32; a step that throws. If
+  /// the step throws under Policy::torch(), this is no error: AuditedPolicy::torch_error is
   /// infinite.
   AuditedPolicy policy(const AuditBudget& budget = {}) const;
 
