@@ -148,11 +148,14 @@ function(torchamp_syntax_command command)
                  -I${PROJECT_SOURCE_DIR}/include ${includes} PARENT_SCOPE)
 endfunction()
 
-# torchamp_add_compile_fail_test(NAME): compile_fail/NAME.cpp must not compile, for the reason that
-# it names. For a self check, the test of the file must fail with the given text.
+# torchamp_add_compile_fail_test(NAME): each forbidden use in compile_fail/NAME.cpp must cause the
+# error that the file names. For a self check, the test must fail with a text that matches SELF_CHECK.
 function(torchamp_add_compile_fail_test name)
   cmake_parse_arguments(PARSE_ARGV 1 arg "" "SELF_CHECK" "")
   torchamp_syntax_command(command)
+  if(CMAKE_CXX_COMPILER_ID MATCHES "Clang")  # by default it stops after 20 errors
+    list(APPEND command -ferror-limit=0)
+  endif()
   torchamp_add_script_test(
     compile_fail_${name} compile_fail/run.cmake LABELS compile_fail
     ARGS "-DCOMPILE=${command}" -DFILE=${CMAKE_CURRENT_SOURCE_DIR}/compile_fail/${name}.cpp)

@@ -1,7 +1,0 @@
-// SPDX-License-Identifier: BSD-3-Clause
-// error: pass a function that computes the loss
-#include <torchamp/training_step.h>
-
-void step(torchamp::TrainingStep& train, const at::Tensor& loss) {
-  train(loss);
-}
