@@ -107,9 +107,3 @@ void saved_without_its_header(TrainingStep& train) {
   // error: include torchamp/training_checkpoint.h
   train.save("run.pt");
 }
-
-void scaler_saved_without_its_header(const torchamp::GradScaler& scaler,
-                                     torch::serialize::OutputArchive& archive) {
-  // error: include torchamp/torchamp.h to save and load a GradScaler
-  scaler.save(archive);
-}
