@@ -105,9 +105,10 @@ inline constexpr WeightCache WeightCache::kept{detail::WeightKeep::Until::droppe
 
 /// Drops all cached casts of weights, in LibTorch's cache and in torchamp's own. If you write to a
 /// weight inside a region through a pointer, by set_data() or by a custom op, call this function or
-/// weights_changed(): otherwise LibTorch's cache returns the cast of the old values. Steps of
-/// optimizers and LibTorch's ops in place need no call. All threads share the caches; any thread
-/// may call this at any time. Never synchronises.
+/// weights_changed(): otherwise LibTorch's cache returns the cast of the old values. In a region,
+/// steps of optimizers and LibTorch's ops in place need no call; for writes outside, see
+/// weights_changed(). All threads share the caches; any thread may call this at any time. Never
+/// synchronises.
 inline void clear_weight_cache() {
   at::autocast::clear_cache();
   if (auto* const kept = detail::kept_weights()) kept->clear();

@@ -70,8 +70,8 @@ struct GradScalerOptions {
   /// False: only update(new_scale) changes the scale.
   bool dynamic = true;
 
-  /// The lowest scale, rounded to fp32. The default is the smallest scale with a finite inverse.
-  /// torch.amp's scale reaches 0; dividing by it ruins the weights.
+  /// The lowest scale, rounded to fp32. The default is the smallest normal fp32 number, whose
+  /// inverse is finite. torch.amp's scale reaches 0; dividing by it ruins the weights.
   double min_scale = std::numeric_limits<float>::min();
   /// The highest scale, rounded to fp32; by default the largest fp32 number.
   double max_scale = std::numeric_limits<float>::max();

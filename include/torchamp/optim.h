@@ -142,9 +142,9 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
     });
   }
 
-  /// Steps, with the gradients divided by `grad_scale` unless it is undefined. If `found_inf` is
-  /// non-zero, skips the step. If `is_exact` is true, `found_inf` is 0 or 1; otherwise it may be
-  /// any number.
+  /// Steps, with the gradients divided by `grad_scale` unless it is undefined. Skips the step if
+  /// `found_inf` is defined and non-zero. If `is_exact` is true, a defined `found_inf` is 0 or 1;
+  /// otherwise it may be any number.
   virtual void step_fused(const at::Tensor& grad_scale, const at::Tensor& found_inf,
                           bool is_exact) = 0;
 

@@ -84,9 +84,10 @@ class Policy {
 
   /// The rule of one overload on one type of device, without conditional rules. "softmax.int" names
   /// an overload; "matmul" names the overload without a name. If an op has none, like "softmax",
-  /// its name means all overloads that can be cast. An op on no list is `unchanged`. Errors: an op
-  /// that LibTorch does not have; several overloads with different rules (the error lists them); a
-  /// device type without autocast.
+  /// its name means all overloads that can be cast. An op on no list gives `unchanged`, but unlike
+  /// after an edit the ops that it calls are cast by their own rules. Errors: an op that LibTorch
+  /// does not have; several overloads with different rules (the error lists them); a device type
+  /// without autocast.
   Cast lookup(std::string_view op, at::DeviceType device) const {
     return common_rule("Policy::lookup", op, device, /*in_effect=*/false);
   }

@@ -68,7 +68,7 @@ class TrainingCheckpoint {
   /// so an AdamW also loads the options of an Adam.
   ///
   /// Learning rates are stored with the optimizer. If you add a scheduler, also add its optimizer.
-  /// Otherwise save() and load() throw (unless another added object may contain it).
+  /// For a StepLR without it, save() and load() throw (unless another added object may contain it).
   /// For a StepLR, or an LRScheduler& to one, only the number of steps is saved; interval and
   /// factor come from the program. Your own scheduler, derived from LRScheduler, saves its state in
   /// save and load, including step_count_. ReduceLROnPlateauScheduler has private state and cannot

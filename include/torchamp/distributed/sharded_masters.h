@@ -94,8 +94,9 @@ struct ShardedMasterWeightsOptions {
 /// MasterWeights also reads it. For other files, see gather().
 ///
 /// Optimizers must treat each element independently: the fused optimizers except FusedMuon, and
-/// LibTorch's Adam, AdamW, SGD, RMSprop and Adagrad. With any other optimizer GradScaler::step and
-/// unscale_ throw; without a scaler, copy_to_model() throws. See check_optimizer().
+/// LibTorch's Adam, AdamW, SGD, RMSprop and Adagrad. With any other optimizer GradScaler::step,
+/// unscale_ and check_optimizer() throw. Without a scaler, LibTorch's own optimizers need one call
+/// of check_optimizer(); otherwise copy_to_model() throws.
 ///
 /// Construction, backward(), clipping, the scaler's step and copy_to_model() are collective: all
 /// processes call them equally often, see Note [Collective calls]. Buffers stay local;
