@@ -6,7 +6,6 @@
 #include <torchamp/labs/precision_audit.h>
 #include <torchamp/torchamp.h>
 #include <torchamp/training_checkpoint.h>
-#include <torchamp/training_log.h>
 #include <torchamp/training_step.h>
 #include <torchamp/weight_cache.h>
 

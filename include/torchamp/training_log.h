@@ -4,7 +4,7 @@
 /// @file
 /// @brief Extra. TrainingStepOptions::log: a file with a line for each step.
 ///
-/// With this header a TrainingStep takes `.log = "run.csv"`. The file begins with the line
+/// A TrainingStep with `.log = "run.csv"` writes the file. It begins with the line
 /// `step,loss,scale,skipped,norm,time`. Each step adds a line: the step's number, the loss (of the
 /// window's last micro-batch), the scale, 1 if the step was skipped and otherwise 0, the norm
 /// before clipping (empty without max_grad_norm), and the seconds since construction. If the file
@@ -32,7 +32,6 @@
 #include <fstream>
 #include <iomanip>
 #include <locale>
-#include <memory>
 #include <optional>
 #include <sstream>
 #include <string>
@@ -43,28 +42,30 @@
 #include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/detail/extras/training/parts.h"
 #include "torchamp/training_result.h"
 #include "torchamp/version.h"
 
 namespace torchamp::detail {
 
 /// A CSV file of steps.
-class CsvStepLog final : public StepLog {
+class StepLog {
  public:
-  explicit CsvStepLog(const std::string& path) : path_(path) {
+  explicit StepLog(const std::string& path) : path_(path) {
     text_ = is_empty() ? "step,loss,scale,skipped,norm,time\n" : has_partial_line() ? "\n" : "";
     open();
     TORCH_CHECK(file_ && append(), "TrainingStep: cannot write the log '", path, "'.");
   }
-  ~CsvStepLog() override {
+  StepLog(const StepLog&) = delete;
+  StepLog& operator=(const StepLog&) = delete;
+  ~StepLog() {
     try {
       flush();
     } catch (...) {  // another call reports a device's failure
     }
   }
 
-  void add(std::int64_t step, const TrainingResult& result) override {
+  /// Adds the result of a step. Never waits for its values.
+  void add(std::int64_t step, const TrainingResult& result) {
     const InternalOps guard;
     Line line{.step = step, .seconds = seconds()};
     const auto& made = result.step_result();
@@ -97,7 +98,8 @@ class CsvStepLog final : public StepLog {
     write(/*waits=*/false);
   }
 
-  void flush() override { write(/*waits=*/true); }
+  /// Writes all remaining lines; waits for the device.
+  void flush() { write(/*waits=*/true); }
 
  private:
   struct Line {
@@ -185,13 +187,6 @@ class CsvStepLog final : public StepLog {
   bool warned_ = false;
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
   std::deque<Line> lines_;
-};
-
-template <>
-struct StepLogOf<TrainingResult> {
-  static std::unique_ptr<StepLog> make(const std::string& path) {
-    return std::make_unique<CsvStepLog>(path);
-  }
 };
 
 }  // namespace torchamp::detail

@@ -38,6 +38,7 @@
 #include "torchamp/detail/extras/training/parts.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
+#include "torchamp/training_log.h"
 #include "torchamp/training_result.h"
 #include "torchamp/version.h"
 
@@ -84,9 +85,10 @@ struct TrainingStepOptions {
   /// called for each optimizer. It is stepped after each step that was not skipped. To check this,
   /// each step synchronises, even with a fused optimizer.
   detail::Choice<detail::SchedulerOption> scheduler = {};
-  /// A file (torchamp/training_log.h) for step, loss, scale, skips, norm and time of each step.
-  /// Lines are written some steps late, so the log never waits for a device.
-  detail::Choice<detail::LogOption> log = {};
+  /// The path of a file for step, loss, scale, skips, norm and time of each step: see
+  /// training_log.h. Empty: no file. Lines are written some steps late, so the log never waits for
+  /// a device.
+  std::string log = {};
 };
 
 /// A training iteration in mixed precision: calls the function that computes the loss under a

@@ -86,21 +86,11 @@ Options capture_of_a_bool() {
   return {.capture = true};
 }
 
-Options log_of_a_number() {
-  // error: [.]log takes
-  return {.log = 3};
-}
-
 // ---- A header is missing ------------------------------------------------------------------------
 
 Options group_without_its_header(torchamp::ProcessGroupPtr group) {
   // error: include torchamp/distributed/training_group.h
   return {.group = group};
-}
-
-Options log_without_its_header() {
-  // error: include torchamp/training_log.h
-  return {.log = "run.csv"};
 }
 
 void saved_without_its_header(TrainingStep& train) {

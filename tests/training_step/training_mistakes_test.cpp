@@ -22,7 +22,6 @@
 #include "torchamp/master_weights.h"
 #include "torchamp/torchamp.h"
 #include "torchamp/training_checkpoint.h"
-#include "torchamp/training_log.h"
 #include "torchamp/training_step.h"
 
 namespace {

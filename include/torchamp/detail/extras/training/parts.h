@@ -39,11 +39,11 @@ class TrainingResult;
 namespace torchamp::detail {
 
 // Note [Parts of a TrainingStep]
-// A TrainingStep uses masters, graphs, process groups, schedulers and logs through the interfaces
-// below. The value of such an option is a Choice: it converts the program's value into a function
-// that creates the part. So only a program that sets an option instantiates its implementation.
-// Options of masters and graphs name their class. Groups and logs have their own headers; if these
-// are not included, errors of StepGroupOf and StepLogOf name them.
+// A TrainingStep uses masters, graphs, process groups and schedulers through the interfaces below.
+// The value of such an option is a Choice: it converts the program's value into a function that
+// creates the part. So only a program that sets an option instantiates its implementation. Options
+// of masters and graphs name their class. Groups have their own header; if it is not included, an
+// error of StepGroupOf names it.
 
 using NamedTensors = std::vector<std::pair<std::string, at::Tensor>>;
 using Tensors = std::vector<at::Tensor>;
@@ -386,38 +386,6 @@ struct SchedulerOption {
                   "outlives the TrainingStep, not a pointer to it: {.scheduler = scheduler}; or a "
                   "function that creates one: [](auto& optimizer) { return "
                   "std::make_shared<torch::optim::StepLR>(optimizer, 10, 0.1); }");
-    return {};
-  }
-};
-
-// ---- Logs ---------------------------------------------------------------------------------------
-
-/// Gets the result of each step, and never waits for its values.
-class StepLog {
- public:
-  virtual ~StepLog() = default;
-  virtual void add(std::int64_t step, const TrainingResult& result) = 0;
-  /// Writes all remaining lines; waits for the device.
-  virtual void flush() = 0;
-};
-
-template <class Result>
-struct StepLogOf {
-  static_assert(sizeof(Result) == 0, "TrainingStep: include torchamp/training_log.h to set .log.");
-};
-
-struct LogOption {
-  using Maker = std::function<std::unique_ptr<StepLog>()>;
-
-  template <std::convertible_to<std::string> Path>
-  static Maker maker_of(const Path& path) {
-    return [path = std::string(path)] {
-      return StepLogOf<std::conditional_t<true, TrainingResult, Path>>::make(path);
-    };
-  }
-  template <class Given>
-  requires(!std::convertible_to<Given, std::string>) static Maker maker_of(const Given&) {
-    static_assert(is_never<Given>, "TrainingStep: .log takes the name of a file");
     return {};
   }
 };

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <array>
+#include <memory>
 #include <string>
 
 #include "torchamp/detail/core/base/devices.h"
@@ -170,7 +171,7 @@ inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOpt
       return made;
     });
   }
-  if (options.log.make) log_ = options.log.make();
+  if (!options.log.empty()) log_ = std::make_unique<detail::StepLog>(options.log);
   keeps_scale_ = log_ || bool(capture_);
   if (group_) group_->attach(model_, masters_.get());
 }
