@@ -53,7 +53,8 @@ class StepLog {
   explicit StepLog(const std::string& path) : path_(path) {
     text_ = is_empty() ? "step,loss,scale,skipped,norm,time\n" : has_partial_line() ? "\n" : "";
     open();
-    TORCH_CHECK(file_ && append(), "TrainingStep: cannot write the log '", path, "'.");
+    TORCH_CHECK(file_ && append(), "TrainingStep: cannot write the log '", path,
+                "'. Its folder must exist, and allow you to write.");
   }
   StepLog(const StepLog&) = delete;
   StepLog& operator=(const StepLog&) = delete;
