@@ -264,8 +264,10 @@ namespace readme {
 @compiled_bodies@
 }  // namespace readme
 ")
-  add_library(readme_bodies OBJECT ${folder}/bodies.cpp)
+  add_library(readme_bodies OBJECT EXCLUDE_FROM_ALL ${folder}/bodies.cpp)
   _torchamp_readme_target(readme_bodies)
+  add_test(NAME readme_bodies COMMAND ${CMAKE_COMMAND} --build ${PROJECT_BINARY_DIR} --target readme_bodies --config $<CONFIG>)
+  set_tests_properties(readme_bodies PROPERTIES LABELS blocks)
   file(CONFIGURE OUTPUT ${folder}/run.cpp @ONLY CONTENT "#include \"readme/run.h\"
 @run_includes@
 namespace readme {
