@@ -12,6 +12,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "torchamp/version.h"
+
 namespace torchamp::detail {
 
 /// The part of a thread's memory that a product uses until the end of the scope. The thread keeps
