@@ -120,8 +120,15 @@ Names matches(const std::string& text, const std::string& pattern) {
   return found;
 }
 
-Names includes_of(const std::string& header) {
-  return matches(headers().at(header), R"(^#include "torchamp/([^"]+)\")");
+const Names& includes_of(const std::string& header) {
+  static const auto all = [] {
+    std::map<std::string, Names> names;
+    for (const auto& [name, text] : headers()) {
+      names[name] = matches(text, R"(^#include "torchamp/([^"]+)\")");
+    }
+    return names;
+  }();
+  return all.at(header);
 }
 
 /// All that `header` brings, itself included.
@@ -310,6 +317,7 @@ TEST(House, EveryNoteThatIsReferredToIsFoundByItsTitle) {
   for (const auto& [name, text] : headers()) {
     std::istringstream lines(text);
     for (std::string line; std::getline(lines, line);) {
+      if (line.find("Note") == line.npos) continue;  // quick, unlike a regular expression
       EXPECT_FALSE(std::regex_search(line, broken)) << name << ": " << line;
       std::smatch found;
       if (std::regex_match(line, found, title)) {
