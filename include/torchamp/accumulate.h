@@ -232,4 +232,6 @@ class Accumulation {
 
 }  // namespace TORCHAMP_NAMESPACE
 
+#if TORCHAMP_BODIES
 #include "torchamp/detail/extras/accumulation/accumulation-inl.h"  // IWYU pragma: export
+#endif

@@ -21,12 +21,17 @@
 #define TORCHAMP_COMPILED
 #endif
 
+#include "torchamp/accumulate.h"
 #include "torchamp/autocast.h"
 #include "torchamp/cpu_products.h"
 #include "torchamp/grad_scaler.h"
+#include "torchamp/master_weights.h"
+#include "torchamp/non_finite_op.h"
 #include "torchamp/optim.h"
 #include "torchamp/policy.h"
 #include "torchamp/policy_text.h"
+#include "torchamp/training_checkpoint.h"
+#include "torchamp/training_step.h"
 #include "torchamp/version.h"
 
 // Every header with such definitions: see .github/CONTRIBUTING.md, Compiled once.
@@ -38,6 +43,7 @@
 #include "torchamp/detail/core/autocast/policy_scope-inl.h"
 #include "torchamp/detail/core/autocast/region-inl.h"
 #include "torchamp/detail/core/check_order/order_check-inl.h"
+#include "torchamp/detail/core/gradients/separate-inl.h"
 #include "torchamp/detail/core/optim/fused_optimizer-inl.h"
 #include "torchamp/detail/core/policy/policy-inl.h"
 #include "torchamp/detail/core/policy/rules-inl.h"
@@ -45,6 +51,12 @@
 #include "torchamp/detail/core/products/cpu_products-inl.h"
 #include "torchamp/detail/core/scaler/grad_scaler-inl.h"
 #include "torchamp/detail/core/scaler/grad_scaler_archive-inl.h"
+#include "torchamp/detail/extras/accumulation/accumulation-inl.h"
+#include "torchamp/detail/extras/accumulation/sum-inl.h"
+#include "torchamp/detail/extras/io/training_checkpoint-inl.h"
+#include "torchamp/detail/extras/masters/master_weights-inl.h"
+#include "torchamp/detail/extras/observe/non_finite_op-inl.h"
+#include "torchamp/detail/extras/training/training_step-inl.h"
 
 namespace TORCHAMP_NAMESPACE {
 

@@ -52,8 +52,8 @@ class MastersOfModel : public Masters {
   }
   void save(torch::serialize::OutputArchive& archive) const override { save(archive, at::kFloat); }
   void save(torch::serialize::OutputArchive& archive, at::ScalarType dtype) const;
-  inline void load(torch::serialize::InputArchive& archive) override;
-  inline std::function<void()> keep() override;
+  TORCHAMP_BODY void load(torch::serialize::InputArchive& archive) override;
+  TORCHAMP_BODY std::function<void()> keep() override;
 
  protected:
   /// A parameter of the model.
@@ -97,7 +97,7 @@ class MastersOfModel : public Masters {
                    const at::Tensor& parameter) const = 0;
   /// Whether the masters were copied to the model since the last change.
   virtual bool is_copied() const { return true; }
-  inline virtual void note_copied();
+  TORCHAMP_BODY virtual void note_copied();
 
   const char* owner_;
   std::shared_ptr<torch::nn::Module> model_;
@@ -201,7 +201,7 @@ class MasterWeights final : public detail::MastersOfModel {
   using MastersOfModel::parameters;
 
   /// parameters(), with their names in the model: for parameter groups.
-  inline std::vector<std::pair<std::string, at::Tensor>> named_parameters() const override;
+  TORCHAMP_BODY std::vector<std::pair<std::string, at::Tensor>> named_parameters() const override;
 
   /// After backward(): adds the model's 16-bit gradients to the masters' gradients, in fp32, and
   /// frees them. Call it before GradScaler::unscale_. If you call it after each micro-batch,
@@ -216,7 +216,7 @@ class MasterWeights final : public detail::MastersOfModel {
   /// without changing versions, so its steps are detected only if a GradScaler took them.) If a
   /// fused optimizer's zero_grad() was called while the model had gradients, and backward() has
   /// then added to them, take_gradients() warns once: call zero_grad() of this class instead.
-  inline void take_gradients() override;
+  TORCHAMP_BODY void take_gradients() override;
 
   /// Clears the gradients of the model and of parameters(). Call it before backward(), instead of
   /// the optimizer's zero_grad(), which does not clear the model's gradients. Also call it after an
@@ -232,7 +232,7 @@ class MasterWeights final : public detail::MastersOfModel {
   /// If the program has written to the model's weights since the last copy_to_model(), these values
   /// are lost, with one warning. There is no warning for a weight that was written an even number
   /// of times, because a program may write averages and then restore the weights.
-  inline void copy_to_model() override;
+  TORCHAMP_BODY void copy_to_model() override;
 
   /// For torch::save(masters, path): writes the same file as torch::save(model, path), with the
   /// masters' fp32 values. torch::load reads it into a plain fp32 model. An override of save() in a
@@ -248,23 +248,23 @@ class MasterWeights final : public detail::MastersOfModel {
   /// throws, nothing is changed. Errors include: a file with more weights than the model; complex
   /// numbers for real weights, or fractions for integers; a buffer or frozen weight whose elements
   /// share memory. Synchronises: until it returns, it holds a copy of the weights on the host.
-  inline void load(torch::serialize::InputArchive& archive) override;
+  TORCHAMP_BODY void load(torch::serialize::InputArchive& archive) override;
 
   /// For TrainingCheckpoint: returns a function that restores the present weights from a copy on
   /// the host. Valid while these masters live.
-  inline std::function<void()> keep() override;
+  TORCHAMP_BODY std::function<void()> keep() override;
 
   /// The options of construction.
   const MasterWeightsOptions& options() const { return options_; }
 
  private:
-  inline void check_saved(const std::string& call) const override { check_split_weights(call); }
-  inline at::Tensor value_of(const Weight& weight) const override;
-  inline void set(const Weight& weight, const at::Tensor& value,
-                  const at::Tensor& parameter) const override;
-  inline bool is_copied() const override { return master_versions() == copied_versions_; }
-  inline void note_copied() override;
-  inline void note_stepped();
+  void check_saved(const std::string& call) const override { check_split_weights(call); }
+  TORCHAMP_BODY at::Tensor value_of(const Weight& weight) const override;
+  TORCHAMP_BODY void set(const Weight& weight, const at::Tensor& value,
+                         const at::Tensor& parameter) const override;
+  bool is_copied() const override { return master_versions() == copied_versions_; }
+  TORCHAMP_BODY void note_copied() override;
+  void note_stepped();
   void check_split_weights(const std::string& call, bool unwritten = true) const;
   void check_taken() const;
   void check_takes_gradients() const;
@@ -299,5 +299,6 @@ inline torch::serialize::InputArchive& operator>>(torch::serialize::InputArchive
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/extras/masters/master_weights-inl.h"    // IWYU pragma: export
-#include "torchamp/detail/extras/masters/masters_of_model-inl.h"  // IWYU pragma: export
+#if TORCHAMP_BODIES
+#include "torchamp/detail/extras/masters/master_weights-inl.h"  // IWYU pragma: export
+#endif

@@ -89,4 +89,6 @@ std::ostream& operator<<(std::ostream& out, const NonFiniteOp& found);
 
 }  // namespace TORCHAMP_NAMESPACE
 
+#if TORCHAMP_BODIES
 #include "torchamp/detail/extras/observe/non_finite_op-inl.h"  // IWYU pragma: export
+#endif

@@ -313,4 +313,6 @@ void TrainingCheckpoint::add_to(std::string name, T& object, bool is_local) {
 
 }  // namespace TORCHAMP_NAMESPACE
 
+#if TORCHAMP_BODIES
 #include "torchamp/detail/extras/io/training_checkpoint-inl.h"  // IWYU pragma: export
+#endif

@@ -38,9 +38,12 @@
 #include "torchamp/detail/extras/training/parts.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/optim.h"
-#include "torchamp/training_log.h"
 #include "torchamp/training_result.h"
 #include "torchamp/version.h"
+
+namespace torchamp::detail {
+class StepLog;  // of training_log.h
+}
 
 namespace TORCHAMP_NAMESPACE {
 
@@ -191,13 +194,7 @@ class TrainingStep {
   TrainingStep(const TrainingStep&) = delete;
   TrainingStep& operator=(const TrainingStep&) = delete;
   /// Warns if a window is open: call finish() first.
-  ~TrainingStep() {
-    if (pending() == 0) return;
-    detail::warn_in_destructor(
-        {"TrainingStep: destroyed with ", pending(), " of ", micro_batches_,
-         " micro-batches pending: their gradients are lost. Call finish() first."});
-    accumulation_->discard();
-  }
+  ~TrainingStep();
 
   /// Runs an iteration. `loss` computes the loss, a scalar, from the parameters; it is called once,
   /// under the guard. Errors: a loss that is already scaled; an unscaled backward() in the function
@@ -424,4 +421,6 @@ class TrainingStep {
 
 }  // namespace TORCHAMP_NAMESPACE
 
+#if TORCHAMP_BODIES
 #include "torchamp/detail/extras/training/training_step-inl.h"  // IWYU pragma: export
+#endif

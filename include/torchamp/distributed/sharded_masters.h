@@ -213,4 +213,4 @@ class ShardedMasterWeights final : public detail::MastersOfModel {
 
 }  // namespace TORCHAMP_NAMESPACE
 
-#include "torchamp/detail/extras/distributed/sharded_masters-inl.h"  // IWYU pragma: export
+#include "torchamp/detail/extras/distributed/sharded_masters_bodies.h"  // IWYU pragma: export

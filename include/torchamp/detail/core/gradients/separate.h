@@ -6,15 +6,11 @@
 #include <c10/core/TensorImpl.h>
 #include <torch/optim/optimizer.h>
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
-#include <functional>
-#include <utility>
 #include <vector>
 
-#include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/version.h"
 
 namespace torchamp::detail {
 
@@ -36,17 +32,7 @@ namespace torchamp::detail {
 class GradientSeparator {
  public:
   /// Adds the gradient of `parameter`, if there is one. The parameter outlives this object.
-  void add(const at::Tensor& parameter) {
-    const at::Tensor& gradient = gradient_of(parameter);
-    if (!gradient.defined()) return;
-    if (gradient.is_sparse()) {  // it consists of other tensors, which may share memory
-      add_memory(parameter, gradient._values());
-    } else if (!gradient.has_storage()) {
-      add_range({parameter.unsafeGetTensorImpl(), gradient.unsafeGetTensorImpl(), 0, 1});
-    } else if (gradient.use_count() > 1 || gradient.storage().use_count() > 1) {
-      add_memory(parameter, gradient);
-    }
-  }
+  void add(const at::Tensor& parameter);
 
   /// Gives each gradient its own memory. Either replaces all gradients that need it, or throws.
   void separate() {
@@ -62,52 +48,14 @@ class GradientSeparator {
   };
 
   /// Gradients in the order of memory need no comparison.
-  void add_range(const Range& range) {
-    if (!shared_.empty()) {
-      const Range& last = shared_.back();
-      may_overlap_ |= range.memory == last.memory ? range.begin < last.end
-                                                  : std::less<>()(range.memory, last.memory);
-    }
-    shared_.push_back(range);
-  }
+  void add_range(const Range& range);
 
-  void add_memory(const at::Tensor& parameter, const at::Tensor& values) {
-    if (values.numel() == 0) return;
-    const auto size = static_cast<std::size_t>(values.itemsize());
-    const std::size_t begin = static_cast<std::size_t>(values.storage_offset()) * size;
-    add_range({parameter.unsafeGetTensorImpl(), values.storage().unsafeGetStorageImpl(), begin,
-               begin + extent_of(values) * size});
-  }
+  void add_memory(const at::Tensor& parameter, const at::Tensor& values);
 
   /// The elements from the first to the last one of a tensor that is not empty, with gaps.
-  static std::size_t extent_of(const at::Tensor& tensor) {
-    int64_t extent = 1;
-    if (tensor.is_non_overlapping_and_dense()) {
-      extent = tensor.numel();
-    } else {
-      for (int64_t d = 0; d < tensor.dim(); ++d) {
-        extent += (tensor.size(d) - 1) * tensor.stride(d);
-      }
-    }
-    return static_cast<std::size_t>(extent);
-  }
+  static std::size_t extent_of(const at::Tensor& tensor);
 
-  void replace_overlapping() {
-    std::stable_sort(shared_.begin(), shared_.end(), [](const Range& a, const Range& b) {
-      return a.memory == b.memory ? a.begin < b.begin : std::less<>()(a.memory, b.memory);
-    });
-    const InternalOps internal;
-    std::vector<std::pair<c10::TensorImpl*, at::Tensor>> clones;  // of parameters' gradients
-    const Range* last = &shared_.front();  // of gradients that keep their memory
-    for (const Range& range : shared_) {
-      if (range.memory != last->memory || range.begin >= last->end) {
-        last = &range;
-      } else if (range.parameter != last->parameter) {
-        clones.emplace_back(range.parameter, range.parameter->grad().clone());
-      }
-    }
-    for (auto& [parameter, clone] : clones) parameter->mutable_grad() = std::move(clone);
-  }
+  void replace_overlapping();
 
   std::vector<Range> shared_;
   bool may_overlap_ = false;
@@ -115,13 +63,10 @@ class GradientSeparator {
 
 /// Gives each gradient of `optimizer` its own memory: see Note [Gradients in one memory]. Either
 /// replaces all gradients that need it, or throws.
-inline void separate_gradients(const torch::optim::Optimizer& optimizer) {
-  GradientSeparator separator;
-  any_parameter(optimizer, [&](const at::Tensor& parameter) {
-    separator.add(parameter);
-    return false;
-  });
-  separator.separate();
-}
+void separate_gradients(const torch::optim::Optimizer& optimizer);
 
 }  // namespace torchamp::detail
+
+#if TORCHAMP_BODIES
+#include "torchamp/detail/core/gradients/separate-inl.h"  // IWYU pragma: export
+#endif

@@ -27,7 +27,7 @@
 
 namespace TORCHAMP_NAMESPACE {
 
-inline Accumulation::~Accumulation() {
+TORCHAMP_BODY Accumulation::~Accumulation() {
   if (!window_ || window_->pending == 0) return;
   detail::warn_in_destructor(
       {"Accumulation: destroyed with ", window_->pending, " of ", micro_batches_,
@@ -35,7 +35,7 @@ inline Accumulation::~Accumulation() {
        ". First call flush() to step with them, or discard() to drop them."});
 }
 
-inline std::optional<AccumulationResult> Accumulation::backward(const at::Tensor& loss) {
+TORCHAMP_BODY std::optional<AccumulationResult> Accumulation::backward(const at::Tensor& loss) {
   TORCH_CHECK_VALUE(loss.defined(), terms_.backward, ": the loss is undefined.");
   const detail::StepLedger& ledger = detail::ScalerParts::ledger(scaler_);
   detail::check_not_scaled(loss, terms_.backward, ledger);
@@ -52,7 +52,7 @@ inline std::optional<AccumulationResult> Accumulation::backward(const at::Tensor
 }
 
 /// Adds to the present gradients.
-inline void Accumulation::add_in_place(const at::Tensor& scaled) {
+TORCHAMP_BODY void Accumulation::add_in_place(const at::Tensor& scaled) {
   if (window_->pending == 0) {
     open_window();
   } else {
@@ -75,7 +75,7 @@ inline void Accumulation::add_in_place(const at::Tensor& scaled) {
 }
 
 /// Adds to sums outside `.grad`, unless a gradient is not finite.
-inline void Accumulation::add_apart(const at::Tensor& scaled) {
+TORCHAMP_BODY void Accumulation::add_apart(const at::Tensor& scaled) {
   warn_of_others(terms_.backward);
   detail::clear_gradients(optimizer_);
   detail::drop_model_gradients(optimizer_);  // left by an exception
@@ -107,25 +107,25 @@ inline void Accumulation::add_apart(const at::Tensor& scaled) {
   is_clear_ = true;
 }
 
-inline void Accumulation::open_window() {
+TORCHAMP_BODY void Accumulation::open_window() {
   version_ = version_of_scale();
   detail::note_open(detail::ScalerParts::ledger(scaler_), window_, optimizer_);
 }
 
-inline void Accumulation::note_gradients() {
+TORCHAMP_BODY void Accumulation::note_gradients() {
   gradients_ = detail::count_gradients(optimizer_);
   snapshot_ = detail::Snapshot(detail::walk_window(optimizer_));
   taken_ = detail::gradients_moved();
   noted_at_ = detail::ClipCalls::now();
 }
 
-inline void Accumulation::note_replayed_backward() {
+TORCHAMP_BODY void Accumulation::note_replayed_backward() {
   if (window_->pending == 0) open_window();
   note_gradients();
   if (++window_->pending == micro_batches_) clear();
 }
 
-inline std::function<void()> Accumulation::bookmark() {
+TORCHAMP_BODY std::function<void()> Accumulation::bookmark() {
   return [this, window = *window_, stage = stage_, gradients = gradients_,
           has_scale = version_ == version_of_scale(), was_unchanged = is_unchanged()] {
     *window_ = window;
@@ -137,7 +137,7 @@ inline std::function<void()> Accumulation::bookmark() {
   };
 }
 
-inline std::optional<AccumulationResult> Accumulation::flush() {
+TORCHAMP_BODY std::optional<AccumulationResult> Accumulation::flush() {
   check_whole(terms_.flush);
   if (window_->pending == 0) return std::nullopt;
   if (sum_) return step_with_mean();
@@ -165,7 +165,7 @@ inline std::optional<AccumulationResult> Accumulation::flush() {
 }
 
 /// Steps with the mean of the sums. After an error the window is unchanged.
-inline AccumulationResult Accumulation::step_with_mean() {
+TORCHAMP_BODY AccumulationResult Accumulation::step_with_mean() {
   check_scaled(terms_.flush);
   TORCH_CHECK(before_step_ || !detail::ClipCalls::was_in_vain(noted_at_, optimizer_), terms_.flush,
               ": a clip before this call found no gradients, because the sums are outside .grad. "
@@ -200,18 +200,18 @@ inline AccumulationResult Accumulation::step_with_mean() {
   }
 }
 
-inline void Accumulation::discard() {
+TORCHAMP_BODY void Accumulation::discard() {
   clear();
   detail::drop_model_gradients(optimizer_);
   scaler_.discard(optimizer_);
 }
 
-inline int64_t Accumulation::version_of_scale() const {
+TORCHAMP_BODY int64_t Accumulation::version_of_scale() const {
   const at::Tensor& scale = detail::ScalerParts::scale(scaler_).scale();
   return scale.defined() ? static_cast<int64_t>(scale._version()) : 0;
 }
 
-inline void Accumulation::clear() {
+TORCHAMP_BODY void Accumulation::clear() {
   detail::clear_gradients(optimizer_);
   window_->pending = 0;
   window_->was_used = false;
@@ -221,13 +221,13 @@ inline void Accumulation::clear() {
   is_clear_ = true;
 }
 
-inline void Accumulation::check_whole(const char* call) const {
+TORCHAMP_BODY void Accumulation::check_whole(const char* call) const {
   TORCH_CHECK(stage_ != Stage::adding, call,
               ": backward() has failed, so the gradients may hold part of a micro-batch. ",
               terms_.drop);
 }
 
-inline void Accumulation::check_open() const {
+TORCHAMP_BODY void Accumulation::check_open() const {
   check_whole(terms_.backward);
   TORCH_CHECK(stage_ == Stage::open && window_->pending < micro_batches_, terms_.backward,
               ": the step with ", window_->pending, " of ", micro_batches_,
@@ -236,7 +236,7 @@ inline void Accumulation::check_open() const {
   check_scaled(terms_.backward);
 }
 
-inline void Accumulation::check_scaled(const char* call) const {
+TORCHAMP_BODY void Accumulation::check_scaled(const char* call) const {
   TORCH_CHECK(!scaler_.is_unscaled(optimizer_) && !scaler_.is_stepped(optimizer_), call,
               ": the gradients of this optimizer have been unscaled or stepped with in this "
               "iteration; scaled ones cannot be added to them. Leave unscale_, step and update "
@@ -244,7 +244,7 @@ inline void Accumulation::check_scaled(const char* call) const {
               terms_.owner, ". ", terms_.drop);
 }
 
-inline void Accumulation::check_window(const char* call) const {
+TORCHAMP_BODY void Accumulation::check_window(const char* call) const {
   TORCH_CHECK(version_of_scale() == version_, call, ": the scale has changed after ",
               window_->pending, " of ", micro_batches_,
               " micro-batches, whose gradients have the old scale. Leave step and update to ",
@@ -265,23 +265,23 @@ inline void Accumulation::check_window(const char* call) const {
 
 /// Whether the gradients of an open window are unchanged since the last backward(), or masters have
 /// taken them since.
-inline bool Accumulation::is_unchanged() const {
+TORCHAMP_BODY bool Accumulation::is_unchanged() const {
   return taken_ != detail::gradients_moved() ||
          (snapshot_.is_same(detail::walk_window(optimizer_)) &&
           !detail::ClipCalls::has_clipped(noted_at_, optimizer_));
 }
 
-inline Accumulation::Look Accumulation::look() const {
+TORCHAMP_BODY Accumulation::Look Accumulation::look() const {
   if (window_->pending == 0) return {};
   return {true, is_unchanged(), detail::ScalerParts::ledger(scaler_).use.times_scaled(),
           detail::Snapshot(detail::walk_window(optimizer_))};
 }
 
-inline bool Accumulation::has_changed(const Look& before) const {
+TORCHAMP_BODY bool Accumulation::has_changed(const Look& before) const {
   return before.is_open && !before.gradients.is_same(detail::walk_window(optimizer_));
 }
 
-inline void Accumulation::accept_scaled(const Look& before) {
+TORCHAMP_BODY void Accumulation::accept_scaled(const Look& before) {
   const detail::ScaleUse& use = detail::ScalerParts::ledger(scaler_).use;
   const bool may_be_scaled = use.times_scaled() > before.times_scaled || use.was_read();
   if (!before.is_unchanged || !may_be_scaled || !has_changed(before)) return;
@@ -291,7 +291,7 @@ inline void Accumulation::accept_scaled(const Look& before) {
   if (!any_gone && detail::count_gradients(optimizer_) >= gradients_) note_gradients();
 }
 
-inline void Accumulation::warn_of_writes() {
+TORCHAMP_BODY void Accumulation::warn_of_writes() {
   if (warned_ || is_unchanged()) return;
   warned_ = true;
   TORCH_WARN(terms_.backward, ": the gradients of ", window_->pending, " of ", micro_batches_,
@@ -301,7 +301,7 @@ inline void Accumulation::warn_of_writes() {
              terms_.change, " This warning is given once.");
 }
 
-inline void Accumulation::warn_of_others(const char* call) {
+TORCHAMP_BODY void Accumulation::warn_of_others(const char* call) {
   if (!is_clear_ || warned_ || !detail::any_gradient(optimizer_)) return;
   warned_ = true;
   TORCH_WARN(call, ": the parameters have gradients that do not come from backward() of ",

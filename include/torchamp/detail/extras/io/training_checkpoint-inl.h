@@ -51,7 +51,7 @@ void rethrow_with(const Where& where, const Body& body) {
 
 /// A scheduler's optimizer cannot be queried from LibTorch. It is in the checkpoint if an added
 /// optimizer has the scheduler's rates.
-inline void TrainingCheckpoint::check_schedulers(const char* call) const {
+TORCHAMP_BODY void TrainingCheckpoint::check_schedulers(const char* call) const {
   std::set<std::vector<double>> known;
   for (const Entry& entry : entries_) {
     if (entry.is_own) return;
@@ -66,7 +66,7 @@ inline void TrainingCheckpoint::check_schedulers(const char* call) const {
 }
 
 /// For an optimizer, sharded or not.
-inline void TrainingCheckpoint::fill(Entry& entry, torch::optim::Optimizer& optimizer) {
+TORCHAMP_BODY void TrainingCheckpoint::fill(Entry& entry, torch::optim::Optimizer& optimizer) {
   static constexpr const char *save = "TrainingCheckpoint::save",
                               *load = "TrainingCheckpoint::load";
   entry.save = [&optimizer](torch::serialize::OutputArchive& archive) {
@@ -95,7 +95,7 @@ inline void TrainingCheckpoint::fill(Entry& entry, torch::optim::Optimizer& opti
   entry.discard = [&optimizer](GradScaler& scaler) { scaler.discard(optimizer); };
 }
 
-inline void TrainingCheckpoint::add_entry(Entry entry) {
+TORCHAMP_BODY void TrainingCheckpoint::add_entry(Entry entry) {
   TORCH_CHECK_VALUE(
       entry.name.find_first_of("\"\\\n") == std::string::npos,
       "TrainingCheckpoint::add: the name '", entry.name,
@@ -108,8 +108,8 @@ inline void TrainingCheckpoint::add_entry(Entry entry) {
 }
 
 /// LibTorch interprets a file's bytes in the dtype of the model that it loads.
-inline void TrainingCheckpoint::load_module(torch::nn::Module& module,
-                                            torch::serialize::InputArchive& archive) {
+TORCHAMP_BODY void TrainingCheckpoint::load_module(torch::nn::Module& module,
+                                                   torch::serialize::InputArchive& archive) {
   std::vector<std::string> missing;
   const auto left = detail::read_module(
       module, archive, [&](const std::string& name, const at::Tensor& to, const at::Tensor& from) {
@@ -134,7 +134,8 @@ inline void TrainingCheckpoint::load_module(torch::nn::Module& module,
   weights.take_back();
 }
 
-inline void TrainingCheckpoint::write(torch::serialize::OutputArchive& archive, bool local) const {
+TORCHAMP_BODY void TrainingCheckpoint::write(torch::serialize::OutputArchive& archive,
+                                             bool local) const {
   for (const Entry& entry : entries_) {
     if (entry.is_local != local) continue;
     torch::serialize::OutputArchive nested(archive.compilation_unit());
@@ -146,9 +147,9 @@ inline void TrainingCheckpoint::write(torch::serialize::OutputArchive& archive, 
 }
 
 /// Adds a function to `undo` that restores the entry's present value.
-inline void TrainingCheckpoint::load_entry(const Entry& entry,
-                                           torch::serialize::InputArchive& archive, int64_t version,
-                                           Undo& undo) {
+TORCHAMP_BODY void TrainingCheckpoint::load_entry(const Entry& entry,
+                                                  torch::serialize::InputArchive& archive,
+                                                  int64_t version, Undo& undo) {
   if (std::function<void()> back = entry.keep ? entry.keep() : nullptr) {
     undo.push_back(std::move(back));
     entry.load(archive, version);
@@ -170,8 +171,8 @@ inline void TrainingCheckpoint::load_entry(const Entry& entry,
   entry.load(archive, version);
 }
 
-inline void TrainingCheckpoint::read(torch::serialize::InputArchive& archive, bool local,
-                                     int64_t version, Undo& undo) const {
+TORCHAMP_BODY void TrainingCheckpoint::read(torch::serialize::InputArchive& archive, bool local,
+                                            int64_t version, Undo& undo) const {
   for (const Entry& entry : entries_) {
     if (entry.is_local != local) continue;
     torch::serialize::InputArchive nested;
@@ -191,7 +192,7 @@ inline void TrainingCheckpoint::read(torch::serialize::InputArchive& archive, bo
   }
 }
 
-inline at::Tensor TrainingCheckpoint::local_part() const {
+TORCHAMP_BODY at::Tensor TrainingCheckpoint::local_part() const {
   for (const Entry& entry : entries_) {
     if (entry.gather && !entry.is_local) entry.gather();
   }
@@ -203,7 +204,7 @@ inline at::Tensor TrainingCheckpoint::local_part() const {
   return detail::bytes_of(archive);
 }
 
-inline void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts) const {
+TORCHAMP_BODY void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts) const {
   for (const Step& step : steps_) step.check("TrainingCheckpoint::save");
   check_schedulers("TrainingCheckpoint::save");
   TORCH_CHECK_VALUE(!local_parts.empty(),
@@ -239,18 +240,18 @@ inline void TrainingCheckpoint::save(const std::vector<at::Tensor>& local_parts)
 }
 
 /// Whether an object of that name may belong to a TrainingStep.
-inline bool TrainingCheckpoint::is_of_step(const std::string& name) const {
+TORCHAMP_BODY bool TrainingCheckpoint::is_of_step(const std::string& name) const {
   return std::ranges::any_of(steps_,
                              [&](const Step& step) { return name.starts_with(step.prefix); });
 }
 
-inline bool TrainingCheckpoint::has(std::string_view name) const {
+TORCHAMP_BODY bool TrainingCheckpoint::has(std::string_view name) const {
   return std::ranges::any_of(entries_, [&](const Entry& entry) { return entry.name == name; });
 }
 
 /// Checks schedulers: a learning rate is in the optimizer's part of the file, and would stay
 /// constant without its scheduler.
-inline void TrainingCheckpoint::check_entries_of_step(
+TORCHAMP_BODY void TrainingCheckpoint::check_entries_of_step(
     torch::serialize::InputArchive& shared) const {
   for (const Step& step : steps_) {
     torch::serialize::InputArchive unread;
@@ -261,7 +262,7 @@ inline void TrainingCheckpoint::check_entries_of_step(
   }
 }
 
-inline bool TrainingCheckpoint::exists() const {
+TORCHAMP_BODY bool TrainingCheckpoint::exists() const {
   std::error_code error;
   const std::filesystem::file_status status = std::filesystem::status(path_, error);
   TORCH_CHECK(status.type() != std::filesystem::file_type::none,
@@ -326,7 +327,7 @@ inline RngState open_local_part(CheckpointFile& from, int64_t rank, int64_t proc
 }  // namespace detail
 
 /// Clears the scalers' records of this iteration, because the gradients belong to the old weights.
-inline void TrainingCheckpoint::begin_iterations() const {
+TORCHAMP_BODY void TrainingCheckpoint::begin_iterations() const {
   for (const Entry& of_scaler : entries_) {
     if (of_scaler.scaler == nullptr) continue;
     for (const Entry& entry : entries_) {
@@ -336,7 +337,7 @@ inline void TrainingCheckpoint::begin_iterations() const {
 }
 
 /// With the local part of process `rank`, if it is given.
-inline bool TrainingCheckpoint::load_parts(std::optional<int64_t> rank, int64_t processes) {
+TORCHAMP_BODY bool TrainingCheckpoint::load_parts(std::optional<int64_t> rank, int64_t processes) {
   for (const Step& step : steps_) step.check("TrainingCheckpoint::load");
   check_schedulers("TrainingCheckpoint::load");
   if (!exists()) return false;

@@ -7,14 +7,102 @@
 #include <cstddef>
 
 #include "torchamp/detail/core/gradients/attached.h"
-#include "torchamp/detail/extras/masters/masters_of_model-inl.h"
+#include "torchamp/detail/extras/masters/masters_of_model.h"
 #include "torchamp/detail/extras/masters/split_step.h"
 #include "torchamp/master_weights.h"
 
+namespace torchamp::detail {
+
+TORCHAMP_BODY auto MastersOfModel::weight_of(const at::Tensor& parameter) const -> const Weight* {
+  const auto found = std::ranges::find_if(
+      weights_, [&](const Weight& weight) { return weight.parameter.is_same(parameter); });
+  return found == weights_.end() ? nullptr : &*found;
+}
+
+TORCHAMP_BODY void MastersOfModel::note_copied() {
+  for (Weight& weight : weights_) weight.given.note(weight.parameter);
+}
+
+/// Warns once of weights of the model that differ from those last written.
+TORCHAMP_BODY void MastersOfModel::warn_of_written_model() {
+  for (const Weight& weight : weights_) {
+    if (warned_of_written_) return;
+    if (!weight.master.defined() || !weight.given.was_written(weight.parameter)) continue;
+    warned_of_written_ = true;
+    TORCH_WARN(owner_, "::copy_to_model: the model's weight '", weight.name,
+               "' was written to since the last call, and its master's value replaces what was "
+               "written. To fill the model from a file, call torch::load(masters, path); to change "
+               "weights, change the tensors of parameters(). This warning is given once.");
+  }
+}
+
+TORCHAMP_BODY void MastersOfModel::save(torch::serialize::OutputArchive& archive,
+                                        at::ScalarType dtype) const {
+  const std::string call = std::string(owner_) + "::save";
+  TORCH_CHECK_VALUE(c10::isFloatingType(dtype), call, ": ", dtype,
+                    " is not a floating-point dtype.");
+  check_saved(call);
+  const InternalOps guard;
+  write_module(*model_, archive, [&](const at::Tensor& parameter) {
+    const Weight* const weight = weight_of(parameter);
+    if (!weight) return parameter;
+    const at::Tensor value = value_of(*weight);
+    return weight->is_narrow ? value.to(dtype) : value;
+  });
+}
+
+TORCHAMP_BODY void MastersOfModel::load(torch::serialize::InputArchive& archive) {
+  const InternalOps guard;
+  const auto read = read_all(*model_, archive, owner_);
+  const DropWeightCasts drop_weight_casts;
+  const std::function<void()> back = MastersOfModel::keep();
+  try {
+    for (const auto& [to, from] : read) {
+      const Weight* const weight = weight_of(to);
+      weight ? set(*weight, from, to) : void(to.copy_(from));
+    }
+  } catch (...) {  // for lack of memory
+    back();
+    throw;
+  }
+  note_copied();
+}
+
+TORCHAMP_BODY std::function<void()> MastersOfModel::keep() {
+  const InternalOps guard;
+  WriteBack kept;  // on the host: memory of the device may be short
+  const auto add = [&](const at::Tensor& tensor) { kept.add(tensor, WriteBack::Copies::on_host); };
+  for (const Weight& weight : weights_) {
+    add(weight.parameter);
+    add(weight.master);
+    if (const SplitWeight* const split = weight.split()) add(split->low);
+  }
+  for (const at::Tensor& buffer : model_->buffers()) add(buffer);
+  return [this, kept = std::move(kept), was_copied = is_copied()] {
+    const InternalOps internal;
+    const DropWeightCasts drop_weight_casts;
+    kept.put_back();
+    for (const Weight& weight : weights_) {
+      if (SplitWeight* const split = weight.split()) {
+        split->note_version(weight.master.defined() ? weight.master : weight.parameter);
+      }
+    }
+    note_copied();
+    // Masters that were ahead of the model must be so again: is_copied() compares their versions.
+    for (const Weight& weight : weights_) {
+      if (!was_copied && weight.master.defined()) {
+        weight.master.unsafeGetTensorImpl()->bump_version();
+      }
+    }
+  };
+}
+
+}  // namespace torchamp::detail
+
 namespace TORCHAMP_NAMESPACE {
 
-inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
-                                    MasterWeightsOptions options)
+TORCHAMP_BODY MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
+                                           MasterWeightsOptions options)
     : MastersOfModel("MasterWeights", std::move(model)), options_(std::move(options)) {
   const detail::InternalOps guard;
   list_weights(options_, options_.main_gradients);
@@ -67,7 +155,8 @@ inline MasterWeights::MasterWeights(std::shared_ptr<torch::nn::Module> model,
   note_copied();
 }
 
-inline std::vector<std::pair<std::string, at::Tensor>> MasterWeights::named_parameters() const {
+TORCHAMP_BODY std::vector<std::pair<std::string, at::Tensor>> MasterWeights::named_parameters()
+    const {
   std::vector<std::pair<std::string, at::Tensor>> result;
   for (const Weight& weight : weights_) {
     const bool is_own_master = !weight.is_narrow || weight.is_split;
@@ -77,14 +166,14 @@ inline std::vector<std::pair<std::string, at::Tensor>> MasterWeights::named_para
   return result;
 }
 
-inline at::Tensor MasterWeights::value_of(const Weight& weight) const {
+TORCHAMP_BODY at::Tensor MasterWeights::value_of(const Weight& weight) const {
   if (weight.master.defined()) return weight.master.detach();
   const detail::SplitWeight* const split = weight.split();
   return split ? detail::joined(weight.parameter, *split) : weight.parameter.variable_data();
 }
 
-inline void MasterWeights::set(const Weight& weight, const at::Tensor& value,
-                               const at::Tensor& parameter) const {
+TORCHAMP_BODY void MasterWeights::set(const Weight& weight, const at::Tensor& value,
+                                      const at::Tensor& parameter) const {
   if (!weight.is_narrow) {
     parameter.copy_(value);
     return;
@@ -101,7 +190,8 @@ inline void MasterWeights::set(const Weight& weight, const at::Tensor& value,
 }
 
 /// Throws if split weights were moved, or, with `unwritten`, if other code has written them.
-inline void MasterWeights::check_split_weights(const std::string& call, bool unwritten) const {
+TORCHAMP_BODY void MasterWeights::check_split_weights(const std::string& call,
+                                                      bool unwritten) const {
   if (options_.storage != MasterStorage::split) return;
   for (const Weight& weight : weights_) {
     if (!weight.is_split) continue;
@@ -112,7 +202,7 @@ inline void MasterWeights::check_split_weights(const std::string& call, bool unw
   }
 }
 
-inline int64_t MasterWeights::master_versions() const {
+TORCHAMP_BODY int64_t MasterWeights::master_versions() const {
   int64_t sum = 0;
   for (const Weight& weight : weights_) {
     if (weight.master.defined()) sum += weight.master._version();
@@ -121,7 +211,7 @@ inline int64_t MasterWeights::master_versions() const {
 }
 
 /// Throws if the model's gradients cannot be given to the masters.
-inline void MasterWeights::check_takes_gradients() const {
+TORCHAMP_BODY void MasterWeights::check_takes_gradients() const {
   TORCH_CHECK(is_copied(),
               "MasterWeights::take_gradients: the masters have changed and were not copied to the "
               "model. Call copy_to_model() after each step, taken or skipped.");
@@ -139,7 +229,7 @@ inline void MasterWeights::check_takes_gradients() const {
   }
 }
 
-inline void MasterWeights::take_gradients() {
+TORCHAMP_BODY void MasterWeights::take_gradients() {
   check_takes_gradients();
   warn_of_left_gradients();
   const detail::InternalOps guard;
@@ -151,7 +241,7 @@ inline void MasterWeights::take_gradients() {
   was_taken_ = detail::move_gradients(std::move(gradients)) || was_taken_;
 }
 
-inline void MasterWeights::zero_grad() {
+TORCHAMP_BODY void MasterWeights::zero_grad() {
   for (const Weight& weight : weights_) {
     weight.parameter.mutable_grad().reset();
     if (weight.master.defined()) weight.master.mutable_grad().reset();
@@ -161,7 +251,7 @@ inline void MasterWeights::zero_grad() {
 
 /// Throws if the model's gradients cannot have reached the optimizer. If masters have changed, they
 /// were stepped or the program has written them: then they are copied in any case.
-inline void MasterWeights::check_taken() const {
+TORCHAMP_BODY void MasterWeights::check_taken() const {
   if (was_taken_ || options_.main_gradients || !is_copied()) return;
   for (const Weight& weight : weights_) {
     TORCH_CHECK(!weight.master.defined() || !weight.parameter.grad().defined(),
@@ -174,7 +264,7 @@ inline void MasterWeights::check_taken() const {
 
 /// Warns once if backward has added to gradients from before the optimizer's zero_grad(), which has
 /// recorded them in MasterMeta::left.
-inline void MasterWeights::warn_of_left_gradients() {
+TORCHAMP_BODY void MasterWeights::warn_of_left_gradients() {
   if (warned_of_left_) return;
   for (const Weight& weight : weights_) {
     const at::Tensor& gradient = weight.parameter.unsafeGetTensorImpl()->grad();
@@ -192,7 +282,7 @@ inline void MasterWeights::warn_of_left_gradients() {
   }
 }
 
-inline void MasterWeights::copy_to_model() {
+TORCHAMP_BODY void MasterWeights::copy_to_model() {
   check_taken();
   warn_of_written_model();
   const std::string call = "MasterWeights::copy_to_model";
@@ -210,7 +300,7 @@ inline void MasterWeights::copy_to_model() {
   was_taken_ = false;
 }
 
-inline void MasterWeights::note_copied() {
+TORCHAMP_BODY void MasterWeights::note_copied() {
   MastersOfModel::note_copied();
   copied_versions_ = master_versions();
   for (const Weight& weight : weights_) {
@@ -220,14 +310,14 @@ inline void MasterWeights::note_copied() {
 
 /// Reports the step to the MainGradient of one weight, whose hook warns if masters' gradients are
 /// not cleared. One weight is enough for one warning.
-inline void MasterWeights::note_stepped() {
+TORCHAMP_BODY void MasterWeights::note_stepped() {
   for (const Weight& weight : weights_) {
     if (!weight.main || !weight.master.defined()) continue;
     return weight.main->note_stepped(weight.master);
   }
 }
 
-inline void MasterWeights::load(torch::serialize::InputArchive& archive) {
+TORCHAMP_BODY void MasterWeights::load(torch::serialize::InputArchive& archive) {
   check_split_weights("MasterWeights::load", /*unwritten=*/false);
   MastersOfModel::load(archive);
   was_taken_ = true;  // gradients in the model are older

@@ -346,7 +346,7 @@ class NonFiniteSearch final : public Recording<NonFiniteCall> {
   int64_t ops_ = 0;
 };
 
-inline std::optional<NonFiniteOp> find_non_finite_op(
+TORCHAMP_BODY std::optional<NonFiniteOp> find_non_finite_op(
     const std::function<void()>& forward_and_backward, const NamedParameters& named) {
   TORCH_CHECK_VALUE(
       forward_and_backward,
@@ -363,7 +363,7 @@ inline std::optional<NonFiniteOp> find_non_finite_op(
 
 namespace TORCHAMP_NAMESPACE {
 
-inline std::ostream& operator<<(std::ostream& out, const NonFiniteOp& found) {
+TORCHAMP_BODY std::ostream& operator<<(std::ostream& out, const NonFiniteOp& found) {
   out << found.op;
   if (found.in_backward) {
     out << " in backward (" << found.node;

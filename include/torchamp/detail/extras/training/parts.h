@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceType.h>
 #include <c10/core/ScalarType.h>
 #include <c10/core/TensorImpl.h>
 #include <c10/util/Exception.h>
@@ -68,6 +69,11 @@ struct Choice {
 
   typename Option::Maker make{};
 };
+
+/// The dtype of a region on `device` if the program selects none. All CPUs get 16 bits: if 16-bit
+/// products are slow, they are computed in fp32 (cpu_products.h) and take fp32's time, with half of
+/// the memory.
+at::ScalarType default_dtype(at::DeviceType device);
 
 // ---- What the program passes --------------------------------------------------------------------
 

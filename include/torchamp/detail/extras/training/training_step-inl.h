@@ -10,14 +10,12 @@
 #include <string>
 
 #include "torchamp/detail/core/base/devices.h"
+#include "torchamp/training_log.h"
 #include "torchamp/training_step.h"
 
 namespace torchamp::detail {
 
-/// The dtype of a region on `device` if the program selects none. All CPUs get 16 bits: if 16-bit
-/// products are slow, they are computed in fp32 (cpu_products.h) and take fp32's time, with half of
-/// the memory.
-inline at::ScalarType default_dtype(at::DeviceType device) {
+TORCHAMP_BODY at::ScalarType default_dtype(at::DeviceType device) {
   return device == at::kCUDA ? at::kHalf : at::autocast::get_autocast_dtype(device);
 }
 
@@ -34,7 +32,7 @@ inline constexpr AccumulationTerms training_step_terms{
 
 namespace TORCHAMP_NAMESPACE {
 
-inline void TrainingStep::check(const TrainingStepOptions& options, bool makes) {
+TORCHAMP_BODY void TrainingStep::check(const TrainingStepOptions& options, bool makes) {
   TORCH_CHECK_VALUE(options.micro_batches >= 1, "TrainingStep: micro_batches is ",
                     options.micro_batches, ". It must be 1 or more.");
   TORCH_CHECK_VALUE(!options.max_grad_norm || *options.max_grad_norm >= 0.,
@@ -63,7 +61,7 @@ inline void TrainingStep::check(const TrainingStepOptions& options, bool makes) 
 }
 
 /// Throws for optimizers that no scaler can step.
-inline void TrainingStep::check_optimizer() const {
+TORCHAMP_BODY void TrainingStep::check_optimizer() const {
   for (const auto& optimizer : optimizers_) {
     TORCH_CHECK_VALUE(dynamic_cast<const torch::optim::LBFGS*>(optimizer.get()) == nullptr,
                       "TrainingStep: LBFGS evaluates the loss many times in a step. Call "
@@ -86,8 +84,8 @@ inline void TrainingStep::check_optimizer() const {
   }
 }
 
-inline TrainingStep::TrainingStep(const detail::Model& model, TrainingStepOptions options,
-                                  bool makes, const MakeOptimizer& make)
+TORCHAMP_BODY TrainingStep::TrainingStep(const detail::Model& model, TrainingStepOptions options,
+                                         bool makes, const MakeOptimizer& make)
     : model_(model.get()),
       scaler_(options.scaler.scaler),
       max_grad_norm_(options.max_grad_norm),
@@ -137,7 +135,16 @@ inline TrainingStep::TrainingStep(const detail::Model& model, TrainingStepOption
   }
 }
 
-inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOptimizer& make) {
+TORCHAMP_BODY TrainingStep::~TrainingStep() {
+  if (pending() == 0) return;
+  detail::warn_in_destructor(
+      {"TrainingStep: destroyed with ", pending(), " of ", micro_batches_,
+       " micro-batches pending: their gradients are lost. Call finish() first."});
+  accumulation_->discard();
+}
+
+TORCHAMP_BODY void TrainingStep::make_parts(TrainingStepOptions& options,
+                                            const MakeOptimizer& make) {
   if (options.group.make) group_ = options.group.make();
   if (options.masters.make) {
     if (group_) group_->broadcast(*model_);
@@ -177,7 +184,7 @@ inline void TrainingStep::make_parts(TrainingStepOptions& options, const MakeOpt
 }
 
 /// Clears gradients of the last window, and of the program's own backward passes.
-inline void TrainingStep::clear_gradients() {
+TORCHAMP_BODY void TrainingStep::clear_gradients() {
   if (auto* const set = dynamic_cast<detail::OptimizerSet*>(optimizer_.get())) {
     set->update_groups();
   }
@@ -191,7 +198,7 @@ inline void TrainingStep::clear_gradients() {
 
 /// Completes the gradients of a window, and clips them. The gradients are scaled before it; a clip
 /// unscales them, unless the optimizer is fused.
-inline void TrainingStep::complete_gradients() {
+TORCHAMP_BODY void TrainingStep::complete_gradients() {
   if (group_) group_->sync_gradients();
   if (masters_) masters_->take_gradients();
   if (max_grad_norm_) norm_ = clip_grad_norm_(*scaler_, *optimizer_, *max_grad_norm_);
@@ -201,14 +208,14 @@ inline void TrainingStep::complete_gradients() {
 }
 
 /// `loss` without its graph: the same tensor if it has no other owner.
-inline at::Tensor TrainingStep::without_graph(at::Tensor&& loss) {
+TORCHAMP_BODY at::Tensor TrainingStep::without_graph(at::Tensor&& loss) {
   if (loss.use_count() > 1 || loss.is_view()) return loss.tensor_data();
   loss.unsafeGetTensorImpl()->set_autograd_meta(nullptr);
   return std::move(loss);
 }
 
 /// Throws if the program has called the scaler itself. (An Accumulation has its own check.)
-inline void TrainingStep::check_not_used() const {
+TORCHAMP_BODY void TrainingStep::check_not_used() const {
   const auto is_used = [this](const torch::optim::Optimizer& optimizer) {
     return scaler_->is_unscaled(optimizer) || scaler_->is_stepped(optimizer);
   };
@@ -222,7 +229,7 @@ inline void TrainingStep::check_not_used() const {
 }
 
 /// Reports a backward() in the function. (zero_grad(false) after it increases the version.)
-inline void TrainingStep::check_no_backward(const detail::ScaleUse& use) {
+TORCHAMP_BODY void TrainingStep::check_no_backward(const detail::ScaleUse& use) {
   const auto has_new_gradient = [](const at::Tensor& tensor) {
     const at::Tensor& gradient = tensor.unsafeGetTensorImpl()->grad();
     return gradient.defined() && detail::version_of(gradient) == 0;
@@ -244,7 +251,7 @@ inline void TrainingStep::check_no_backward(const detail::ScaleUse& use) {
 }
 
 /// Warns of a model that trains with all its modules in eval().
-inline void TrainingStep::warn_of_evaluation_mode() {
+TORCHAMP_BODY void TrainingStep::warn_of_evaluation_mode() {
   const auto trains = [](const auto& module) { return module->is_training(); };
   if (warned_of_mode_ || std::ranges::any_of(model_->modules(/*include_self=*/false), trains))
     return;
@@ -257,7 +264,7 @@ inline void TrainingStep::warn_of_evaluation_mode() {
 }
 
 /// Throws for values that the function must not return.
-inline void TrainingStep::check_loss(const at::Tensor& loss) const {
+TORCHAMP_BODY void TrainingStep::check_loss(const at::Tensor& loss) const {
   constexpr const char* text =
       "TrainingStep: the function must return the loss: a scalar computed from the parameters, "
       "with grad mode on. ";
@@ -269,7 +276,7 @@ inline void TrainingStep::check_loss(const at::Tensor& loss) const {
   detail::check_not_scaled(loss, "TrainingStep", ledger);
 }
 
-inline TrainingResult TrainingStep::learn(at::Tensor loss) {
+TORCHAMP_BODY TrainingResult TrainingStep::learn(at::Tensor loss) {
   std::optional<StepResult> step;
   try {
     if (!accumulation_) check_not_used();
@@ -290,7 +297,7 @@ inline TrainingResult TrainingStep::learn(at::Tensor loss) {
   return {without_graph(std::move(loss)), std::move(step), std::move(norm_), std::move(scale_)};
 }
 
-inline TrainingResult TrainingStep::replay(
+TORCHAMP_BODY TrainingResult TrainingStep::replay(
     const Tensors& inputs, const std::function<at::Tensor(const Tensors&)>& function,
     const std::type_info& type) {
   function_ = &function;
@@ -309,7 +316,7 @@ inline TrainingResult TrainingStep::replay(
   return static_cast<const TrainingResult*>(made.of_step.get())->with_own_answers();
 }
 
-inline void TrainingStep::check_inputs_may_be_left_out() {
+TORCHAMP_BODY void TrainingStep::check_inputs_may_be_left_out() {
   constexpr const char* text =
       "TrainingStep: with .capture, pass the function's inputs, because a replay runs no host "
       "code: train({batch.data, batch.target}, [&](const auto& inputs) {…}).";
@@ -319,7 +326,7 @@ inline void TrainingStep::check_inputs_may_be_left_out() {
 }
 
 /// The host's work after a step, even if it was replayed.
-inline TrainingResult TrainingStep::count(TrainingResult result) {
+TORCHAMP_BODY TrainingResult TrainingStep::count(TrainingResult result) {
   if (!result.ended_window()) return result;
   ++steps_;
   if (!schedulers_.empty() && result.stepped()) {
@@ -330,7 +337,7 @@ inline TrainingResult TrainingStep::count(TrainingResult result) {
 }
 
 /// Drops the window after a failure.
-inline void TrainingStep::drop_window() {
+TORCHAMP_BODY void TrainingStep::drop_window() {
   norm_ = scale_ = at::Tensor();
   if (accumulation_) {
     accumulation_->discard();
@@ -346,7 +353,7 @@ inline void TrainingStep::drop_window() {
   }
 }
 
-inline std::optional<TrainingResult> TrainingStep::finish() {
+TORCHAMP_BODY std::optional<TrainingResult> TrainingStep::finish() {
   const detail::OneCaller::Call call(caller_, "TrainingStep::finish",
                                      detail::OneCaller::Nested::refused);
   std::optional<TrainingResult> result;

@@ -13,6 +13,7 @@
 #include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/extras/distributed/collective.h"
 #include "torchamp/detail/extras/distributed/reducer.h"
+#include "torchamp/detail/extras/masters/masters_of_model.h"
 #include "torchamp/detail/extras/masters/split_step.h"
 #include "torchamp/detail/extras/masters/split_weight.h"
 #include "torchamp/detail/extras/shared/tensor_pairs.h"
