@@ -27,6 +27,11 @@ namespace TORCHAMP_NAMESPACE {
 /// options of a group leave values out, LibTorch 2.15 takes these values from the optimizer's
 /// defaults.)
 struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions> {
+  /// @cond
+  /// In archives, an option that no other optimizer has.
+  static constexpr const char* only_option = "ns_coefficients";
+  /// @endcond
+
   /// How the learning rate depends on the shape of a matrix of A rows and B columns.
   enum class AdjustLr {
     original,            ///< lr * sqrt(max(1, A / B))

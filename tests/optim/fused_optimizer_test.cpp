@@ -76,7 +76,7 @@ TEST_P(FusedOptimizers, CallNoMoreForMoreParameters) {
   for (const bool scaled : {false, true}) {
     const int few = calls(3, scaled);
     EXPECT_EQ(calls(300, scaled), few);
-    EXPECT_LE(few, kind().name == "sgd_dampening" ? 11 : 4);
+    EXPECT_LE(few, kind().most_calls);
   }
 }
 

@@ -33,6 +33,7 @@ struct Kind {
   std::string name;
   std::function<std::unique_ptr<Optimizer>(const Groups&)> plain, fused;
   std::function<std::unique_ptr<torch::optim::OptimizerOptions>()> other_options;
+  int most_calls = 4;  // of ops, in a step of a list
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Kind& kind) {
@@ -57,7 +58,10 @@ inline Kind adamw(const std::string& name, const AdamWOptions& options) {
       AdamWOptions(0.03).betas(Betas(0.5, 0.6)).weight_decay(0.5).amsgrad(options.amsgrad()));
 }
 inline Kind sgd(const std::string& name, const SGDOptions& options) {
-  return kind<torch::optim::SGD, torchamp::FusedSGD>(name, options, SGDOptions(0.03).momentum(0.7));
+  Kind made =
+      kind<torch::optim::SGD, torchamp::FusedSGD>(name, options, SGDOptions(0.03).momentum(0.7));
+  if (options.dampening() != 0.) made.most_calls = 11;  // the first step is another kernel's
+  return made;
 }
 inline Kind adagrad(const std::string& name, const AdagradOptions& options) {
   return kind<torch::optim::Adagrad, torchamp::FusedAdagrad>(

@@ -11,10 +11,11 @@
 
 namespace torchamp::detail {
 
-/// The names of the fused optimizers, for error texts: "FusedAdam, FusedAdamW or FusedSGD".
+/// The names of the fused optimizers.
 template <class... Kernels>
 struct KernelNames {
-  /// `elementwise_only`: only optimizers that treat each element independently.
+  /// For error texts: "FusedAdam, FusedAdamW or FusedSGD". `elementwise_only`: only optimizers that
+  /// treat each element independently.
   static std::string text(bool elementwise_only = false) {
     std::string names, last;
     const auto add = [&](const char* name, bool is_elementwise) {
@@ -24,6 +25,20 @@ struct KernelNames {
     };
     (add(Kernels::name, Kernels::elementwise), ...);
     return names + " or " + last;
+  }
+
+  /// The name of the optimizer whose options have `has(option)`; empty if it is none that LibTorch
+  /// lacks.
+  template <class Has>
+  static std::string of_options(const Has& has) {
+    std::string found;
+    const auto look = [&]<class Kernel>(const Kernel*) {
+      if constexpr (requires { Kernel::LibTorch::only_option; }) {
+        if (has(Kernel::LibTorch::only_option)) found = Kernel::name;
+      }
+    };
+    (look(static_cast<const Kernels*>(nullptr)), ...);
+    return found;
   }
 };
 using FusedNames = KernelNames<AdamKernel, AdamWKernel, SgdKernel, AdagradKernel, MuonKernel>;

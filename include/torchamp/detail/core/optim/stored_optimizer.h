@@ -15,10 +15,13 @@
 namespace torchamp::detail {
 
 /// Stands for an optimizer that LibTorch lacks: checks its options, by their check(), and reads and
-/// writes archives as LibTorch's optimizers do. It does not step.
+/// writes archives as LibTorch's optimizers do. It does not step. `Options::only_option` names an
+/// option that no other optimizer has, by which a load recognises the options.
 template <class Options, class State>
 class StoredOptimizer final : public torch::optim::Optimizer {
  public:
+  static constexpr const char* only_option = Options::only_option;
+
   StoredOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                   const Options& defaults)
       : Optimizer(groups, std::make_unique<Options>(defaults)) {

@@ -37,6 +37,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/optim/kernels.h"
 #include "torchamp/detail/core/optim/state_tensors.h"
 #include "torchamp/detail/extras/io/archive_file.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
@@ -189,15 +190,21 @@ inline void save_optimizer(torch::optim::Optimizer& optimizer,
   optimizer.save(archive);
 }
 
-/// The kind of LibTorch's optimizer whose options were written; empty for other options.
+/// The kind of optimizer whose options were written; empty for other options.
 inline std::string kind_of_options(torch::serialize::InputArchive& archive) {
-  constexpr std::pair<const char*, const char*> kinds[] = {
-      {"amsgrad", "an Adam or AdamW"}, {"ns_coefficients", "a FusedMuon"},
-      {"nesterov", "an SGD"},          {"lr_decay", "an Adagrad"},
-      {"centered", "an RMSprop"},      {"max_iter", "an LBFGS"}};
-  c10::IValue option;
+  constexpr std::pair<const char*, const char*> kinds[] = {{"amsgrad", "an Adam or AdamW"},
+                                                           {"nesterov", "an SGD"},
+                                                           {"lr_decay", "an Adagrad"},
+                                                           {"centered", "an RMSprop"},
+                                                           {"max_iter", "an LBFGS"}};
+  const auto has = [&archive](const char* key) {
+    c10::IValue option;
+    return archive.try_read(key, option);
+  };
+  const std::string fused = FusedNames::of_options(has);
+  if (!fused.empty()) return "a " + fused;
   for (const auto& [key, kind] : kinds) {
-    if (archive.try_read(key, option)) return kind;
+    if (has(key)) return kind;
   }
   return {};
 }
