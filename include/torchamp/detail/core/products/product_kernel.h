@@ -23,7 +23,6 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/devices.h"
-#include "torchamp/detail/core/products/workspace.h"
 #include "torchamp/detail/core/runtime/native_kernel.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
@@ -49,7 +48,7 @@ namespace torchamp::detail {
 
 /// An operand in fp32, with the order of its dimensions in memory. Of elements that are repeated,
 /// as after expand(), one is converted.
-inline at::Tensor in_fp32(const at::Tensor& tensor, Workspace& workspace) {
+inline at::Tensor in_fp32(const at::Tensor& tensor) {
   at::Tensor distinct = tensor;
   bool repeats = false;
   for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
@@ -57,7 +56,7 @@ inline at::Tensor in_fp32(const at::Tensor& tensor, Workspace& workspace) {
     distinct = distinct.narrow(dim, 0, 1);
     repeats = true;
   }
-  const at::Tensor converted = workspace.copy_in_fp32(distinct);
+  const at::Tensor converted = distinct.to(at::kFloat);
   return repeats ? converted.expand(tensor.sizes()) : converted;
 }
 
@@ -86,8 +85,7 @@ class ProductKernel final : public c10::OperatorKernel {
     if (!dtype) return native_.callBoxed(op, keys, stack);
     // Ops that the kernel calls are parts of this one.
     const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::DispatchKey::AutocastCPU);
-    Workspace workspace;
-    std::vector<at::Tensor> written = convert(*stack, workspace);
+    std::vector<at::Tensor> written = convert(*stack);
     native_.callBoxed(op, keys, stack);
     round_results(written, *dtype, *stack);
   }
@@ -137,7 +135,7 @@ class ProductKernel final : public c10::OperatorKernel {
   }
 
   /// Replaces the operands by others in fp32. Returns the operands that the op writes to.
-  std::vector<at::Tensor> convert(torch::jit::Stack& stack, Workspace& workspace) const {
+  std::vector<at::Tensor> convert(torch::jit::Stack& stack) const {
     const at::DisableRecordFunctionGuard part_of_this_op;
     std::vector<at::Tensor> written;
     c10::IValue* const arguments = stack.data() + stack.size() - argument_count_;
@@ -146,8 +144,8 @@ class ProductKernel final : public c10::OperatorKernel {
       if (value.isNone()) continue;
       const at::Tensor& tensor = value.toTensor();
       if (!tensor.defined() || !is_16_bit(tensor.scalar_type())) continue;
-      at::Tensor converted = operand.is_result ? at::empty({0}, tensor.options().dtype(at::kFloat))
-                                               : in_fp32(tensor, workspace);
+      at::Tensor converted =
+          operand.is_result ? at::empty({0}, tensor.options().dtype(at::kFloat)) : in_fp32(tensor);
       if (operand.is_written) written.push_back(tensor);
       value = std::move(converted);
     }
