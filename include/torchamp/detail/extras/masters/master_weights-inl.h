@@ -1,14 +1,19 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// MasterWeights: fp32 values of all weights of a model, on one process.
+// The common part of all kinds of masters; and MasterWeights, which has fp32 values of all weights
+// of a model, on one process.
 #pragma once
 
 #include <ATen/ops/empty_like.h>
 
+#include <algorithm>
 #include <cstddef>
 
 #include "torchamp/detail/core/gradients/attached.h"
+#include "torchamp/detail/core/gradients/written_weights.h"
+#include "torchamp/detail/extras/io/archives.h"
 #include "torchamp/detail/extras/masters/masters_of_model.h"
 #include "torchamp/detail/extras/masters/split_step.h"
+#include "torchamp/detail/extras/shared/kept_tensors.h"
 #include "torchamp/master_weights.h"
 
 namespace torchamp::detail {

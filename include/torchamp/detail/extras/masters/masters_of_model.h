@@ -1,8 +1,7 @@
 // SPDX-License-Identifier: BSD-3-Clause
-// The common functions of all kinds of masters: list a model's weights, save, load and keep them.
+// How all kinds of masters check and list the weights of a model.
 #pragma once
 
-#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <regex>
@@ -11,10 +10,7 @@
 #include <vector>
 
 #include "torchamp/detail/core/base/tensors.h"
-#include "torchamp/detail/core/gradients/written_weights.h"
 #include "torchamp/detail/core/products/cpu_products.h"
-#include "torchamp/detail/extras/io/archives.h"
-#include "torchamp/detail/extras/shared/kept_tensors.h"
 #include "torchamp/detail/extras/shared/stable_order.h"
 #include "torchamp/master_weights.h"
 
