@@ -45,7 +45,7 @@
 #include "torchamp/training_result.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// A CSV file of steps.
 class StepLog {
@@ -190,4 +190,4 @@ class StepLog {
   std::deque<Line> lines_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -41,7 +41,7 @@
 #include "torchamp/training_result.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 class StepLog;  // of training_log.h
 }
 

@@ -49,8 +49,3 @@
 #define TORCHAMP_BODY inline
 #endif
 /// @endcond
-
-namespace TORCHAMP_NAMESPACE {
-namespace detail {}
-namespace ops {}
-}  // namespace TORCHAMP_NAMESPACE

@@ -51,7 +51,7 @@
 /// long region they are also freed each time that the number or the bytes of the stored casts have
 /// doubled.
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Registers kernels of the ops that LibTorch's own kernels for the device cast to 16 bits. Only
 /// the first call for a device has an effect.
@@ -125,7 +125,7 @@ inline const bool weight_casts_are_registered = [] {
   return true;
 }();
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 namespace TORCHAMP_NAMESPACE {
 

@@ -14,8 +14,9 @@ endif()
 
 foreach(header IN LISTS HEADERS)
   file(READ ${header} text)
-  if(text MATCHES "namespace torchamp {" OR (text MATCHES "namespace torchamp::detail {" AND NOT text MATCHES "#include \"torchamp/"))
-    message(SEND_ERROR "${header}: include torchamp/version.h and open namespace TORCHAMP_NAMESPACE: see .github/CONTRIBUTING.md")
+  # In GCC, `namespace torchamp::detail` is the version's namespace. In Clang it is a namespace of its own.
+  if(text MATCHES "namespace torchamp[ :]")
+    message(SEND_ERROR "${header}: include torchamp/version.h and open namespace TORCHAMP_NAMESPACE (or TORCHAMP_NAMESPACE::detail): see .github/CONTRIBUTING.md")
   endif()
 endforeach()
 

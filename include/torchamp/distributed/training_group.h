@@ -35,7 +35,7 @@
 /// average instead. All processes construct and call the TrainingStep, finish(), save() and load()
 /// together; see Note [Collective calls].
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// A TrainingStep's process group.
 class ProcessStepGroup final : public StepGroup {
@@ -92,4 +92,4 @@ struct StepGroupOf<c10d::ProcessGroup> {
   }
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -19,7 +19,7 @@
 #include "torchamp/version.h"
 #include "torchamp/weight_cache.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Casts weights in groups: see Note [Weights cast together].
 class CastsTogether final : public WeightCasts {
@@ -50,7 +50,7 @@ class CastsTogether final : public WeightCasts {
 
 inline const WeightCasts* const casts_together = new CastsTogether;  // never destroyed
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 namespace TORCHAMP_NAMESPACE {
 

@@ -35,7 +35,7 @@
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/ops.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The op's kernel under the device's autocast key, if there is one: torchamp's kernel if it is
 /// registered, otherwise LibTorch's.
@@ -331,4 +331,4 @@ inline void PolicyData::compile(std::size_t device_index) const {
   compiled.ready.store(true, std::memory_order_release);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

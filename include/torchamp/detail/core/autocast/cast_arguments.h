@@ -27,7 +27,7 @@
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/ops.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// An argument, and the copy of it that the op writes to instead.
 struct WrittenCopy {
@@ -344,4 +344,4 @@ class CastArguments {
   bool is_asked_for_dtype_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

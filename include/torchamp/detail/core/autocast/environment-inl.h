@@ -5,7 +5,7 @@
 #include "torchamp/detail/core/base/system.h"
 #include "torchamp/detail/core/base/text.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 TORCHAMP_BODY std::shared_ptr<const PolicyData> environment_policy(const std::string& text,
                                                                    PolicyFileReader read_file) {
@@ -39,4 +39,4 @@ TORCHAMP_BODY const GuardOverride& guard_override(const ThreadPolicy* policy) {
   return environment;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

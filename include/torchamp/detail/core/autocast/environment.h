@@ -9,7 +9,7 @@
 #include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Reads the policy in a file; errors begin with `call`.
 using PolicyFileReader = std::shared_ptr<const PolicyData> (*)(const std::string& call,
@@ -25,7 +25,7 @@ std::shared_ptr<const PolicyData> environment_policy(const std::string& text,
 /// The override for guards of a thread with this policy, which may be null.
 const GuardOverride& guard_override(const ThreadPolicy* policy);
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 #if TORCHAMP_BODIES
 #include "torchamp/detail/core/autocast/environment-inl.h"  // IWYU pragma: export

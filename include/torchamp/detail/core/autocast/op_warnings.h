@@ -13,7 +13,7 @@
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/detail/core/base/text.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// A part of LibTorch's warning that the weights of a recurrent layer are scattered: see
 /// Note [Recurrent layers].
@@ -45,4 +45,4 @@ inline void warn_of_16_bit_probabilities(const c10::OperatorHandle& op,
        "Policy::fp32(\"sigmoid\"))."});
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

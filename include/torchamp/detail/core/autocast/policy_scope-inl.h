@@ -15,7 +15,7 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 TORCHAMP_BODY PolicyScope::PolicyScope(std::shared_ptr<const ThreadPolicy> policy) {
   if (policy == nullptr) return;
@@ -103,4 +103,4 @@ TORCHAMP_BODY void PolicyScope::end_below_others() {
   }
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -12,7 +12,7 @@
 #include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// A level of the calling thread's autocast nesting. LibTorch counts the levels. The code that ends
 /// the outermost level clears LibTorch's cache of casts, here AutocastRegion::restore.
@@ -91,7 +91,7 @@ class PolicyScope {
   std::thread::id thread_ = std::this_thread::get_id();
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 #if TORCHAMP_BODIES
 #include "torchamp/detail/core/autocast/policy_scope-inl.h"  // IWYU pragma: export

@@ -21,7 +21,7 @@
 #include "torchamp/detail/core/products/cpu_products.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // ---- What options come to -----------------------------------------------------------------------
 
@@ -206,4 +206,4 @@ TORCHAMP_BODY void AutocastRegion::restore() noexcept {
   listeners_.end_op_rule();
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -25,7 +25,7 @@ namespace TORCHAMP_NAMESPACE {
 struct AutocastOptions;
 }
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The state in a region, with all options resolved.
 struct RegionState {
@@ -125,4 +125,4 @@ class AutocastRegion {
   PolicyScope policy_scope_;  // after the listeners, which contribute to the policy that it pushes
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

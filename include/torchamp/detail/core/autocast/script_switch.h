@@ -13,7 +13,7 @@
 #include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Derivatives of scripts]
 // The JIT differentiates an optimised script itself. Its derivatives do not contain the casts that
@@ -108,4 +108,4 @@ class ScriptSwitch {
   };
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

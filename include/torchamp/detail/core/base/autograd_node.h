@@ -11,7 +11,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 using NodePtr = decltype(torch::autograd::Edge::function);
 
@@ -27,4 +27,4 @@ Pointer make_node(Args&&... args) {
   }
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

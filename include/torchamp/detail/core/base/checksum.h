@@ -8,7 +8,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// A 64-bit checksum for files of many gigabytes, faster than reading them; incremental, in chunks
 /// of any size. It does not protect from deliberate changes.
@@ -70,4 +70,4 @@ class Checksum {
   uint64_t bytes_ = 0;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

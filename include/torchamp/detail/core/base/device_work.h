@@ -19,7 +19,7 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Work that a device does later or repeats, as the host can observe it.
 
@@ -129,4 +129,4 @@ class GraphBody {
   GraphBody* outer_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

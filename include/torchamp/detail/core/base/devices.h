@@ -17,7 +17,7 @@
 #endif
 /// @endcond
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// fp16 or bf16.
 inline bool is_16_bit(at::ScalarType dtype) {
@@ -82,4 +82,4 @@ inline DeviceFacts facts_of(at::DeviceType type) {
   return {.type = type};
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

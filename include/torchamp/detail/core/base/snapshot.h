@@ -11,7 +11,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// How a tensor differs from a snapshot of it.
 enum class Change {
@@ -121,4 +121,4 @@ class Snapshot {
   std::vector<TensorSnapshot> tensors_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -15,7 +15,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 #ifdef _WIN32
 
@@ -68,4 +68,4 @@ inline std::string error_text(int number) {
   return std::generic_category().message(number);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -19,7 +19,7 @@
 #include "torchamp/detail/core/base/devices.h"  // IWYU pragma: export
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The library's own arithmetic, neither recorded by autograd nor cast by autocast.
 class InternalOps {
@@ -134,4 +134,4 @@ Group& group_of(Groups& groups, Key key) {
   return groups.back();
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

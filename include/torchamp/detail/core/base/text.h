@@ -14,7 +14,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The examined and shown part of an unknown name.
 inline constexpr std::size_t longest_shown = 128;
@@ -95,7 +95,7 @@ inline std::size_t edit_distance(std::string_view a, std::string_view b) {
   return torch::jit::ComputeEditDistance(from.c_str(), to.c_str(), /*maxEditDistance=*/0);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 // The core throws only by these macros: LibTorch's macros generate half a kilobyte of code at each
 // place. The text names the call, the wrong value and the remedy: "Policy::fp32: LibTorch knows no

@@ -20,7 +20,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [What a clip leaves]
 // LibTorch's clips write to data(), which no version counts, and a program may clip by hand. So a
@@ -133,4 +133,4 @@ class GradientNorms {
   HostMirror mirror_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

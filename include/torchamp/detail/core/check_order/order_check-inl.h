@@ -23,7 +23,7 @@
 #include "torchamp/detail/core/gradients/deferred_clip.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // ---- The table of mistakes ----------------------------------------------------------------------
 
@@ -303,4 +303,4 @@ TORCHAMP_BODY auto OrderCheck::updates(const Moment& moment) -> Sentences {
   return made;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

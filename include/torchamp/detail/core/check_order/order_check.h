@@ -21,7 +21,7 @@
 #include "torchamp/detail/core/gradients/optimizer_identity.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Orders that train wrongly]
 // Some orders of calls train wrongly, but each call by itself is right. In a scaler's first
@@ -143,7 +143,7 @@ class OrderCheck {
   std::vector<WeakTensor> unchecked_weights_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 #if TORCHAMP_BODIES
 #include "torchamp/detail/core/check_order/order_check-inl.h"  // IWYU pragma: export

@@ -19,7 +19,7 @@
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [A step without the scaler]
 // optimizer.step() in place of scaler.step(optimizer) steps with scaled gradients. The scaler has
@@ -143,4 +143,4 @@ TORCHAMP_BODY bool OrderCheck::steps_beside(const Moment& moment) const {
   return written.size() >= 2 && !moves_gradients() && !is_copy(written[0]) && !is_copy(written[1]);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

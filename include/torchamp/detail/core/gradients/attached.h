@@ -18,7 +18,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Weights that carry something]
 // Master weights attach a WeightMeta to the TensorImpl of a weight, so that all code with the
@@ -136,4 +136,4 @@ inline bool any_moved_after(const torch::optim::Optimizer& optimizer, uint64_t t
   });
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

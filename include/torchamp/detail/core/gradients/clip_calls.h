@@ -11,7 +11,7 @@
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The latest clips of this thread by the functions of clip_grad.h. A clip before backward() finds
 /// no gradients and changes nothing, so only a record of the call can show it.
@@ -82,4 +82,4 @@ class ClipCalls {
   static std::uint64_t next() { return clock().fetch_add(1, std::memory_order_relaxed) + 1; }
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

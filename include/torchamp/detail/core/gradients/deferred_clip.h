@@ -16,7 +16,7 @@
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [What was clipped is what is stepped]
 // A deferred clip is a number, the divisor, and a Snapshot of the gradients from which the divisor
@@ -197,4 +197,4 @@ inline at::Tensor call_scaled_step(ScaledStep& optimizer, const StepDivisor& div
   return {};
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -21,7 +21,7 @@
 #include "torchamp/detail/core/gradients/separate.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Gradients of one device and dtype, for one batch kernel.
 struct GradientBatch : TensorKind {
@@ -185,4 +185,4 @@ inline std::vector<GradientBatch> gradients_of(torch::optim::Optimizer& optimize
   return gatherer.finish();
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -22,7 +22,7 @@
 #include "torchamp/detail/core/gradients/gradient_batch.h"
 #include "torchamp/detail/core/gradients/unscale.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// fp32 copies of 16-bit gradients, a bounded number of elements at a time.
 class WideCopies {
@@ -150,4 +150,4 @@ inline void multiply_and_check(const std::vector<GradientBatch>& batches,
   flags.gather();
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -26,7 +26,7 @@
 #include "torchamp/detail/core/gradients/gradient_batch.h"
 #include "torchamp/detail/core/gradients/separate.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The gradients of all parameters, each once and in its own memory, by device and dtype, sparse
 /// gradients by their coalesced values, for kernels to change in place. `call` begins the error
@@ -185,4 +185,4 @@ inline at::Tensor total_norm_divided(const std::vector<GradientBatch>& batches, 
   return norm.to(dtype);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -11,7 +11,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Which optimizer it is]
 // torch.amp identifies an optimizer by id(), its address. In C++ an optimizer may be moved, so
@@ -74,4 +74,4 @@ class OptimizerIdentity {
   WeakTensor first_parameter_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -10,7 +10,7 @@
 #include "torchamp/detail/core/gradients/separate.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 TORCHAMP_BODY void GradientSeparator::add(const at::Tensor& parameter) {
   const at::Tensor& gradient = gradient_of(parameter);
@@ -80,4 +80,4 @@ TORCHAMP_BODY void separate_gradients(const torch::optim::Optimizer& optimizer) 
   separator.separate();
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

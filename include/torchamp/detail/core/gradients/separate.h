@@ -12,7 +12,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Gradients in one memory]
 // If nobody else holds the tensor that a backward function returns, autograd stores this tensor as
@@ -65,7 +65,7 @@ class GradientSeparator {
 /// replaces all gradients that need it, or throws.
 void separate_gradients(const torch::optim::Optimizer& optimizer);
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 #if TORCHAMP_BODIES
 #include "torchamp/detail/core/gradients/separate-inl.h"  // IWYU pragma: export

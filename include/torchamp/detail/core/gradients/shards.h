@@ -10,7 +10,7 @@
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The processes that have shards of the same masters.
 class Shards {
@@ -55,4 +55,4 @@ inline std::shared_ptr<Shards> shards_of(const torch::optim::Optimizer& optimize
   return shards;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

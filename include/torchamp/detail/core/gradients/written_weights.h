@@ -12,7 +12,7 @@
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The function that takes reports of written weights; null if nothing stores casts of weights. The
 /// function may be in another shared library, of another version. So its address is the default
@@ -66,4 +66,4 @@ class DropWeightCasts {
   const torch::optim::Optimizer* optimizer_ = nullptr;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -15,7 +15,7 @@
 #include "torchamp/detail/core/optim/step_list.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 struct AdagradKernel : KernelBase<torch::optim::Adagrad, torch::optim::AdagradOptions,
                                   torch::optim::AdagradParamState> {
@@ -56,4 +56,4 @@ struct AdagradKernel : KernelBase<torch::optim::Adagrad, torch::optim::AdagradOp
   }
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

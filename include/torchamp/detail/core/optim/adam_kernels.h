@@ -20,7 +20,7 @@
 #include "torchamp/detail/core/optim/kernel.h"
 #include "torchamp/detail/core/optim/step_list.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 template <class LibTorch, class Options, class State, auto kernel, auto kernel_of_rate_on_device>
 struct AdamKernelBase : KernelBase<LibTorch, Options, State> {
@@ -80,4 +80,4 @@ struct AdamWKernel
   static constexpr bool elementwise = true;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

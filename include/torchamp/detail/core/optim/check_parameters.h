@@ -19,7 +19,7 @@
 #include "torchamp/detail/core/optim/kernel.h"
 #include "torchamp/detail/core/optim/step_list.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 using ParamStates = ska::flat_hash_map<void*, std::unique_ptr<torch::optim::OptimizerParamState>>;
 
@@ -121,4 +121,4 @@ inline at::Tensor fitted(const at::Tensor& tensor, const at::Tensor& param) {
   return copy;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

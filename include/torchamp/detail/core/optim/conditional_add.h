@@ -11,7 +11,7 @@
 #include "torchamp/detail/core/base/devices.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Whether the device of `tensor` has ATen's fused kernel `op`, such as "aten::_fused_sgd_", and
 /// the kernel uses the scale and the flag (see optim.h).
@@ -41,4 +41,4 @@ inline void add_unless(const std::optional<at::Tensor>& found_inf, at::TensorLis
                   /*is_first_step=*/false, /*grad_scale=*/std::nullopt, found_inf);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

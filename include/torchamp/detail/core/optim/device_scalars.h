@@ -22,7 +22,7 @@
 #include "torchamp/detail/core/optim/conditional_add.h"
 #include "torchamp/detail/core/optim/step_counter.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The scale and the overflow flag of a step on a device, as the fused kernels take them.
 class StepScalars {
@@ -146,4 +146,4 @@ class DeviceScalars : public StepScalars {
   std::vector<at::Tensor> buffers_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -18,7 +18,7 @@
 #include "torchamp/detail/core/optim/device_scalars.h"
 #include "torchamp/detail/core/optim/step_list.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Steps without a fused kernel]
 // If a device has no fused kernel that uses the scale and the flag, a list's parameters, gradients
@@ -96,4 +96,4 @@ class FlatStep {
   const std::optional<at::Tensor>& found_inf_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

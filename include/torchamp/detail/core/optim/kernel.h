@@ -13,7 +13,7 @@
 #include "torchamp/detail/core/optim/device_scalars.h"
 #include "torchamp/detail/core/optim/step_list.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// What distinguishes one fused optimizer from another:
 ///
@@ -85,4 +85,4 @@ struct KernelBase {
   static void set_steps(State& s, int64_t steps) { s.step(steps); }
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -9,7 +9,7 @@
 #include "torchamp/detail/core/optim/muon_kernel.h"     // IWYU pragma: export
 #include "torchamp/detail/core/optim/sgd_kernel.h"      // IWYU pragma: export
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The names of the fused optimizers.
 template <class... Kernels>
@@ -43,7 +43,7 @@ struct KernelNames {
 };
 using FusedNames = KernelNames<AdamKernel, AdamWKernel, SgdKernel, AdagradKernel, MuonKernel>;
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 /// With TORCHAMP_COMPILED, compiled.h defines these templates for all programs, and optim.h
 /// declares them: `define` is `template` or `extern template`.

@@ -27,7 +27,7 @@
 #include "torchamp/detail/core/products/cpu_products.h"
 #include "torchamp/muon_options.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Steps of Muon]
 // A step is the step of torch.optim.Muon: the momentum, in the dtype of a FlatStep; Newton-Schulz
@@ -136,4 +136,4 @@ struct MuonKernel
   }
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

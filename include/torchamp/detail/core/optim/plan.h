@@ -25,7 +25,7 @@
 #include "torchamp/detail/core/optim/step_counters.h"
 #include "torchamp/detail/core/optim/step_list.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [The plan of a fused step]
 // The arguments of the kernels (lists of parameters, states and counters by group, device and
@@ -296,4 +296,4 @@ class StepPlan {
   std::shared_ptr<const void> identity_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

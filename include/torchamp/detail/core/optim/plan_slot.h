@@ -13,7 +13,7 @@
 #include "torchamp/detail/core/optim/kernel.h"
 #include "torchamp/detail/core/optim/step_list.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // The facts on which a plan depends: see Note [The plan of a fused step].
 
@@ -86,4 +86,4 @@ GroupUse use_of(const ParamGroups& groups, std::size_t group) {
   return {Kernel::kinds(options), counted, counted && Kernel::uses_counter(options)};
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

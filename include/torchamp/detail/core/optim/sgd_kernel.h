@@ -19,7 +19,7 @@
 #include "torchamp/detail/core/optim/step_list.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [First steps of SGD]
 // A momentum buffer starts as the gradient of the first step, undampened. ATen's kernel does this
@@ -101,4 +101,4 @@ struct SgdKernel
   }
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

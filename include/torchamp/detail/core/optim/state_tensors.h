@@ -16,7 +16,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// A kind of LibTorch's optimizers.
 template <class OptimizerType, class OptionsType, class StateType, bool elementwise>
@@ -91,4 +91,4 @@ inline std::vector<at::Tensor> all_parameters(const torch::optim::Optimizer& opt
   return all;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

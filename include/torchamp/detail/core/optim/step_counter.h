@@ -9,7 +9,7 @@
 #include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// How many steps some parameters of one device have taken. The exact number is on the device,
 /// because the device decides which steps are skipped. The host has bounds, which are equal as long
@@ -79,4 +79,4 @@ struct StepCounter final : ReplayedState {
   static constexpr float not_here_yet = -1.F;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

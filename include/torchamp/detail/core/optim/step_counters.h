@@ -14,7 +14,7 @@
 #include "torchamp/detail/core/optim/step_counter.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Maps parameters to the counters of their steps. Parameters that were always stepped together
 /// share a counter. If only some of them have gradients in a step, these get a copy of it.
@@ -71,4 +71,4 @@ class StepCounters {
   std::unordered_map<void*, std::shared_ptr<StepCounter>> counters_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

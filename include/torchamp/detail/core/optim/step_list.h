@@ -13,7 +13,7 @@
 #include "torchamp/detail/core/optim/device_scalars.h"
 #include "torchamp/detail/core/optim/step_counter.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 class StepMethod;
 
@@ -98,4 +98,4 @@ inline const StepMethod* step_method_of(const at::Tensor& weight) {
   return meta ? static_cast<const StepMethod*>(meta->step_method) : nullptr;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -12,7 +12,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Stands for an optimizer that LibTorch lacks: checks its options, by their check(), and reads and
 /// writes archives as LibTorch's optimizers do. It does not step. `Options::only_option` names an
@@ -40,4 +40,4 @@ class StoredOptimizer final : public torch::optim::Optimizer {
   }
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

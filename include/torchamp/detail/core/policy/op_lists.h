@@ -17,7 +17,7 @@
 #include "torchamp/ops.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [What LibTorch refuses]
 // A 16-bit product may be an argument of an op that has no kernel for 16 bits, or that requires all
@@ -365,4 +365,4 @@ inline Cast effect_of_native(const c10::OperatorName& op, at::DeviceType device)
   return is_among(cpu_promote_ops, base_of(op)) ? Cast::promote : Cast::native;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

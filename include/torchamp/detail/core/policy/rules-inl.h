@@ -21,7 +21,7 @@
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/policy/schema.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // ---- The rule of a call -------------------------------------------------------------------------
 
@@ -276,4 +276,4 @@ TORCHAMP_BODY void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, c
   add(policy, std::move(edit), reached);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

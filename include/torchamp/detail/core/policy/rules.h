@@ -32,7 +32,7 @@
 #include "torchamp/ops.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 class PolicyData;
 
@@ -237,7 +237,7 @@ std::shared_ptr<const OpRule> make_fp8_rule(std::string_view options);
 void add_edit(PolicyData& policy, Cast rule, const OpNames& ops, const When& when,
               std::shared_ptr<const OpRule> op_rule = nullptr);
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 #if TORCHAMP_BODIES
 #include "torchamp/detail/core/policy/rules-inl.h"  // IWYU pragma: export

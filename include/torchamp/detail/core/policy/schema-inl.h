@@ -17,7 +17,7 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/policy/schema.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 TORCHAMP_BODY std::vector<c10::OperatorHandle> all_ops() {
   struct Listener final : c10::OpRegistrationListener {
@@ -159,4 +159,4 @@ TORCHAMP_BODY std::string_view why_not_castable(const c10::FunctionSchema& schem
   return {};
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

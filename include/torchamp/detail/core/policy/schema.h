@@ -19,7 +19,7 @@
 #include "torchamp/ops.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // ---- Names --------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ inline bool has_native_kernel(const c10::OperatorHandle& op, at::DeviceType devi
   return kernel == kernels.end() || kernel->second.has_native;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 #if TORCHAMP_BODIES
 #include "torchamp/detail/core/policy/schema-inl.h"  // IWYU pragma: export

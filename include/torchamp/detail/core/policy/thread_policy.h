@@ -15,7 +15,7 @@
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Overrides the options of guards: by the environment variable TORCHAMP_POLICY, or on a thread
 /// during an extra's trial.
@@ -108,4 +108,4 @@ inline bool leaves_sums_alone(const ThreadPolicy& policy) {
   return pass != ThreadPolicy::no_backward_pass && pass != policy.backward_pass;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -19,7 +19,7 @@
 #include "torchamp/detail/core/products/measure.h"
 #include "torchamp/detail/core/products/product_kernel.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// An op that torchamp has a kernel of on CPUs.
 struct ProductOp {
@@ -127,7 +127,7 @@ TORCHAMP_BODY void decide_cpu_products(at::ScalarType dtype) {
   }
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 namespace TORCHAMP_NAMESPACE {
 

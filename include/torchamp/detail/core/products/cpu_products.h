@@ -9,7 +9,7 @@
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Decides how CPUs compute products in `dtype`, and registers kernels if that is in fp32. Errors:
 /// a bad value of TORCHAMP_CPU_PRODUCTS.
@@ -24,7 +24,7 @@ inline void prepare_cpu_products(at::ScalarType dtype) {
   }
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 #if TORCHAMP_BODIES
 #include "torchamp/detail/core/products/cpu_products-inl.h"  // IWYU pragma: export

@@ -29,7 +29,7 @@
 #include "torchamp/detail/core/runtime/native_kernel.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Ops for a measurement: without the state of the thread, unknown to profilers, and on one thread:
 /// while other programs use the cores, several wait for each other, in fp32 as long as in 16 bits.
@@ -160,4 +160,4 @@ inline bool is_slow_in(ProductFamily family, at::ScalarType dtype) {
   return family == ProductFamily::matrices ? multiplies_slowly(dtype) : convolves_slowly(dtype);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

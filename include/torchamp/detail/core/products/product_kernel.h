@@ -26,7 +26,7 @@
 #include "torchamp/detail/core/runtime/native_kernel.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Products on CPUs]
 // A CPU without instructions for products in bf16 or fp16 computes them by LibTorch's plain loops,
@@ -177,4 +177,4 @@ class ProductKernel final : public c10::OperatorKernel {
   std::optional<std::pair<std::size_t, std::size_t>> vector_operands_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

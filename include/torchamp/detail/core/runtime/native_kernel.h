@@ -21,7 +21,7 @@ class c10::TypedOperatorHandle<struct TorchampKernelLookup> {
 };
 #endif
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// An op's kernel, for callBoxed().
 #if TORCHAMP_LIBTORCH >= 209
@@ -36,4 +36,4 @@ inline NativeKernel kernel_of(const c10::OperatorHandle& op, c10::DispatchKey ke
 }
 #endif
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -34,7 +34,7 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // ---- Devices that have autocast -----------------------------------------------------------------
 
@@ -300,4 +300,4 @@ Kind policy_slot() {
   }
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

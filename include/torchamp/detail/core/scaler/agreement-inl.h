@@ -13,7 +13,7 @@
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [What processes agree on]
 //
@@ -58,4 +58,4 @@ inline void agree_for_step(OptimizerState& state, LossScale& scale) {
   if (has_others(state, scale.options())) state.agreement = OptimizerState::Agreement::binding;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -10,7 +10,7 @@
 #include "torchamp/detail/core/scaler/scale_update.h"
 #include "torchamp/grad_scaler_options.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 inline void check_scale(const char* call, double scale, const GradScalerOptions& options) {
   const auto narrow = static_cast<float>(scale);
@@ -82,4 +82,4 @@ inline void check_state(const char* call, const GradScalerState& state,
                call, "the growth tracker", state.growth_tracker, "It must be a count of 32 bits.");
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -16,7 +16,7 @@
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [An update on a device]
 // For torch.amp's rule ATen has a kernel: one launch. For any other rule after_update(), the host's
@@ -115,4 +115,4 @@ class FormulaUpdate final : public DeviceUpdate {
   ScaleMemory<at::Tensor> memory_;  // without the scale and the skips
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

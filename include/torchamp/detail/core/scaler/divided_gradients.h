@@ -19,7 +19,7 @@
 #include "torchamp/detail/core/gradients/optimizer_identity.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [A gradient is divided once]
 // Optimizers that share a parameter share its gradient, and each would divide it by the scale. So
@@ -218,4 +218,4 @@ class DividedGradients {
   std::list<Owner> spare_;   // for later ones
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

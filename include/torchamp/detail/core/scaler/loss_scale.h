@@ -26,7 +26,7 @@
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Where the scale is known]
 //
@@ -275,4 +275,4 @@ class LossScale {
   std::shared_ptr<SkipWarning> skip_warning_ = std::make_shared<SkipWarning>();
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

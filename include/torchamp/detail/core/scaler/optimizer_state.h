@@ -17,7 +17,7 @@
 #include "torchamp/detail/core/scaler/scale_update.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [An iteration]
 //
@@ -156,4 +156,4 @@ class OptimizerStates {
   std::list<Entry> entries_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -8,7 +8,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// A number in a 0-dim fp32 tensor, read at most once.
 struct ReadOnce {
@@ -43,4 +43,4 @@ struct ReadOnce {
   }
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -12,7 +12,7 @@
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// How GradScaler::update handles the limits of GradScalerOptions.
 class ScaleLimits {
@@ -164,4 +164,4 @@ class SkipWarning final : public ReplayedState {
   HostMirror mirror_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

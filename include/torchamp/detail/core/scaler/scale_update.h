@@ -23,7 +23,7 @@
 #include "torchamp/grad_scaler_options.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The numbers that scale updates carry from one iteration to the next. Number is double on the
 /// host, and a 0-dim tensor on a device, so that both use one formula. Each number has a row in
@@ -208,4 +208,4 @@ ScaleMemory<Number> after_update(const GradScalerOptions& options,
   return after;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -10,7 +10,7 @@
 #include "torchamp/detail/core/scaler/scaled_loss.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 TORCHAMP_BODY torch::autograd::variable_list ScaledLoss::operator()(
     const torch::autograd::variable_list& gradients) {
@@ -30,4 +30,4 @@ TORCHAMP_BODY torch::autograd::variable_list ScaledLoss::operator()(
   return gradients;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -16,7 +16,7 @@
 #include "torchamp/detail/core/scaler/divided_gradients.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Data that a scaler shares with the backward passes of its losses. Backward may run in several
 /// threads, one for each device, so each use takes the lock.
@@ -70,7 +70,7 @@ class ScaledLoss final : public torch::autograd::FunctionPreHook {
   std::shared_ptr<ScaledBackward> backward_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 #if TORCHAMP_BODIES
 #include "torchamp/detail/core/scaler/scaled_loss-inl.h"  // IWYU pragma: export

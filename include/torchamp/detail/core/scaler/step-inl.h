@@ -28,7 +28,7 @@
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // ---- Errors of calls in a wrong order -----------------------------------------------------------
 
@@ -207,4 +207,4 @@ inline StepDivisor prepare_gradients(torch::optim::Optimizer& optimizer, bool fu
   return {};
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -9,7 +9,7 @@
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Divides the gradients by the scale and checks them. Returns the optimizer's new state. `call`
 /// begins the error texts.
@@ -18,4 +18,4 @@ TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
 /// Replaces the measured numbers by the numbers of all processes, once.
 TORCHAMP_BODY void agree(OptimizerState& state, LossScale& scale);
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

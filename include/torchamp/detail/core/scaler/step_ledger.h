@@ -25,7 +25,7 @@
 #include "torchamp/missing_gradients.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The data of a StepResult, which its copies share. Initially the data for a disabled scaler.
 struct StepRecord {
@@ -231,4 +231,4 @@ class StepLedger {
   bool warned_of_missing_ = false;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -27,7 +27,7 @@
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The terms in an Accumulation's messages: its calls, and the remedies that the program has.
 struct AccumulationTerms {
@@ -167,4 +167,4 @@ inline void note_open(StepLedger& ledger, const std::shared_ptr<AccumulationWind
   ledger.windows.push_back(window);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -18,7 +18,7 @@
 #include "torchamp/detail/extras/accumulation/sum.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 TORCHAMP_BODY void GradientSum::check(const torch::optim::Optimizer& optimizer) const {
   check_parameters(optimizer, "backward");
@@ -152,4 +152,4 @@ TORCHAMP_BODY void GradientSum::Batch::take(const at::Tensor& sum, const at::Ten
   gradients.push_back(real(added));
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

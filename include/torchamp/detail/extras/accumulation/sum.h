@@ -16,7 +16,7 @@
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Sums of an optimizer's gradients. A flag on the device decides whether a set of gradients is
 /// added: see Note [A conditional add].
@@ -71,7 +71,7 @@ class GradientSum {
   int64_t flagged_ = 0;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 #if TORCHAMP_BODIES
 #include "torchamp/detail/extras/accumulation/sum-inl.h"  // IWYU pragma: export

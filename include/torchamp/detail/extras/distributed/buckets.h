@@ -29,7 +29,7 @@
 #include "torchamp/detail/extras/accumulation/accumulation.h"
 #include "torchamp/detail/extras/distributed/collective.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Where the shards of a weight lie]
 // Every weight is cut, in memory order, into as many shards of equal size as there are processes;
@@ -350,4 +350,4 @@ class GradientBuckets : public std::enable_shared_from_this<GradientBuckets> {
   std::size_t next_ = 0;                                     // the bucket to be sent
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -22,7 +22,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Returns f(), which waits for other processes. Its exceptions (Gloo's are not c10::Errors) become
 /// a c10::Error that begins with `call`.
@@ -156,4 +156,4 @@ class SameEverywhere {
   std::vector<std::pair<const char*, int64_t>> all_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -24,7 +24,7 @@
 #include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/detail/extras/shared/tensor_pairs.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Gradients in shards]
 // Backward moves each gradient to its bucket. A full bucket is sent, slot r to process r, which
@@ -184,4 +184,4 @@ class GradientScatter final : public GradientBuckets, public UnsentGradients {
   bool has_unsent_ = false;  // whether a pass under no_sync() has left gradients
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -24,7 +24,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Whether `host` is "localhost" or an address 127.x.x.x, not a name that looks like one.
 inline bool is_loopback(std::string_view host) {
@@ -116,4 +116,4 @@ inline int loopback_socket(uint16_t port) {
   return static_cast<int>(socket);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

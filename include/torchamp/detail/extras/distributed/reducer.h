@@ -30,7 +30,7 @@
 #include "torchamp/detail/extras/masters/split_weight.h"
 #include "torchamp/detail/extras/shared/tensor_pairs.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The memory of an expanded tensor, which cannot be written to itself.
 inline at::Tensor without_repetition(at::Tensor tensor) {
@@ -230,4 +230,4 @@ inline std::shared_ptr<GradientAverages> make_averages(
   return averages;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -30,7 +30,7 @@
 #include "torchamp/optim.h"
 #include "torchamp/training_checkpoint.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Whether the optimizer is known to treat each element independently.
 inline bool is_elementwise(const torch::optim::Optimizer& optimizer) {
@@ -236,4 +236,4 @@ class ShardGroup final : public StoredShards {
   std::map<const torch::optim::Optimizer*, std::shared_ptr<torch::optim::Optimizer>> gathered_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -25,7 +25,7 @@
 #include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/extras/observe/observer.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [What a replay cannot see]
 // A replay repeats the capture: the same ops, with the same numbers, on the same memory. If a body
@@ -164,4 +164,4 @@ class BodyTrace final : public Observer {
   std::unordered_map<const c10::StorageImpl*, WeakMemory> outer_;  // from before
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

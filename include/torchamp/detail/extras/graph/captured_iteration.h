@@ -36,7 +36,7 @@
 #include "torchamp/scaled_step.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [States of a captured iteration]
 // A CudaGraph has an iteration for each combination of its inputs' shapes, their dtypes and the
@@ -389,4 +389,4 @@ inline std::string CapturedIteration::record() {
   return {};
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

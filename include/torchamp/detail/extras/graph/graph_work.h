@@ -18,7 +18,7 @@
 #include "torchamp/detail/extras/shared/model.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -85,4 +85,4 @@ class GradientList {
   std::vector<std::pair<at::Tensor, at::Tensor>> gradients_;  // by parameter
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -23,7 +23,7 @@
 
 #include "torchamp/detail/extras/observe/observer.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Tensors at fixed addresses for the batches, whose shapes the first batch determines.
 class StaticInputs {
@@ -186,4 +186,4 @@ class HostAccessWatch {
   Observation observation_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

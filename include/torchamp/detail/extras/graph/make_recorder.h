@@ -37,7 +37,7 @@
 #define TORCHAMP_REGISTERED_GRAPHS 0
 #endif
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 #if TORCHAMP_CUDA_GRAPHS
 
@@ -175,4 +175,4 @@ inline std::unique_ptr<GraphRecorder> make_graph_recorder(c10::Device device) {
   return std::make_unique<StreamRecorder>(device, std::move(make_graph));
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -22,7 +22,7 @@
 
 #include "torchamp/detail/core/base/devices.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Interface that records a piece of work once and repeats it. CudaGraph's tests also implement it.
 class GraphRecorder {
@@ -233,4 +233,4 @@ class StreamRecorder final : public GraphRecorder {
   std::unique_ptr<DeviceGraph> graph_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -24,7 +24,7 @@
 #include "torchamp/detail/extras/io/zip_check.h"
 #include "torchamp/detail/extras/shared/rng_state.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Atomic files]
 // A file is written under another name in the same folder, flushed to the disk, and renamed
@@ -316,4 +316,4 @@ std::string list_of(const Names& names) {
   return list;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -43,7 +43,7 @@
 #include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/optim.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Writes the archive of torch::nn::Module::save, with value_of(parameter) for each parameter.
 template <class ValueOf>
@@ -410,4 +410,4 @@ inline std::vector<double> rates_of(const torch::optim::LRScheduler& scheduler) 
   return Access::of(scheduler);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

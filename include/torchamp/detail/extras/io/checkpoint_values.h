@@ -32,7 +32,7 @@
 #include "torchamp/detail/extras/shared/kept_tensors.h"
 #include "torchamp/grad_scaler.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Values in a file]
 // An archive holds 64-bit integers, doubles, bools, strings, tensors, lists, and none. Other values
@@ -317,4 +317,4 @@ inline std::function<void()> hold_module(const torch::nn::Module& module) {
   return [held = std::move(held)] { held.put_back(); };
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -29,7 +29,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Files of two systems]
 // Both classes have the same members. On POSIX a writer locks its file, and renames it while it is
@@ -304,4 +304,4 @@ class OpenFile {
 
 #endif
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

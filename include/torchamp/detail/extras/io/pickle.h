@@ -13,7 +13,7 @@
 
 #include "torchamp/detail/extras/io/zip_check.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Reading a pickle]
 //
@@ -268,4 +268,4 @@ class PickleReader {
   Index root_ = 0;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

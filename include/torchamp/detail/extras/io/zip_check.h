@@ -19,7 +19,7 @@
 
 #include "torchamp/detail/core/base/text.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The integer of these bytes, at most 8, the lowest first.
 inline uint64_t little_endian(std::string_view bytes) {
@@ -344,4 +344,4 @@ class ZipCheck {
   std::vector<Record> all_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

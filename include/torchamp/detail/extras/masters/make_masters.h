@@ -26,7 +26,7 @@
 #include "torchamp/detail/extras/shared/master_gradients.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Main gradients]
 // LibTorch's node that accumulates a weight's gradient then calls a hook. With
@@ -195,4 +195,4 @@ class GivenWeight {
   uint32_t writes_ = 0;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

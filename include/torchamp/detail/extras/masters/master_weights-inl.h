@@ -16,7 +16,7 @@
 #include "torchamp/detail/extras/shared/kept_tensors.h"
 #include "torchamp/master_weights.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 TORCHAMP_BODY auto MastersOfModel::weight_of(const at::Tensor& parameter) const -> const Weight* {
   const auto found = std::ranges::find_if(
@@ -102,7 +102,7 @@ TORCHAMP_BODY std::function<void()> MastersOfModel::keep() {
   };
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 namespace TORCHAMP_NAMESPACE {
 

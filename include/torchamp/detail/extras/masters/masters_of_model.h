@@ -14,7 +14,7 @@
 #include "torchamp/detail/extras/shared/stable_order.h"
 #include "torchamp/master_weights.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The parameters that stay fp32. Throws for an unknown name in `keep_fp32`; `owner` begins the
 /// message.
@@ -134,4 +134,4 @@ void MastersOfModel::list_weights(const Options& options, bool main_gradients) {
   check_apart(owner_, weights_);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -16,7 +16,7 @@
 #include "torchamp/detail/core/optim/plan.h"
 #include "torchamp/detail/extras/masters/split_weight.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Steps by chunks]
 // Split weights are joined to masters and stepped chunk by chunk, in buffers that fit a CPU's
@@ -131,4 +131,4 @@ inline c10::intrusive_ptr<SplitWeight> make_split_weight(at::Tensor low) {
   return split;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -25,7 +25,7 @@
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/optim/kernels.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Split weights]
 // An fp32 master is stored as two halves: the bf16 weight that the model uses (`high`), and the
@@ -268,4 +268,4 @@ inline at::Tensor joined(const at::Tensor& high, const SplitWeight& split) {
   return wide;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

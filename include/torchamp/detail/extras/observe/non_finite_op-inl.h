@@ -25,7 +25,7 @@
 #include "torchamp/detail/extras/observe/recording.h"
 #include "torchamp/non_finite_op.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Who made the first inf]
 //
@@ -359,7 +359,7 @@ TORCHAMP_BODY std::optional<NonFiniteOp> find_non_finite_op(
   return search->found();
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 namespace TORCHAMP_NAMESPACE {
 

@@ -16,7 +16,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Slots of observers]
 // LibTorch calls a plain function for each op, without user data. So each slot of a small table has
@@ -217,4 +217,4 @@ extern template struct InputsOf<&at::RecordFunction::inputs_>;
 
 #endif
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -31,7 +31,7 @@
 #include "torchamp/detail/extras/weights/cast.h"
 #include "torchamp/ops.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Arithmetic of recorders, which is hidden from observers.
 class NotRecordedOps {
@@ -288,4 +288,4 @@ class Recording : public Observer {
   std::map<std::pair<uint64_t, int64_t>, std::string> forward_modules_;  // by thread and number
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -24,7 +24,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Common parts of reports: names of parameters, numbers from devices, text.
 
@@ -157,4 +157,4 @@ inline void print_columns(std::ostream& out, const std::vector<std::vector<std::
   }
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -13,7 +13,7 @@
 #include "torchamp/rule.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// As Python and a policy's text call it: "float16".
 inline std::string dtype_name(at::ScalarType dtype) {
@@ -42,4 +42,4 @@ inline std::string read_conditions(const std::vector<std::string>& words, When& 
                           "', which is not float16, bfloat16 or float32";
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

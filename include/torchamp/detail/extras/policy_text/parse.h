@@ -29,7 +29,7 @@
 #include "torchamp/detail/extras/policy_text/print.h"
 #include "torchamp/ops.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The family that `word` ("ops::norm") stands for; null if there is none of that name.
 inline const OpFamily* family_named(std::string_view word) {
@@ -285,4 +285,4 @@ inline std::shared_ptr<const PolicyData> read_environment_policy(const std::stri
       .parse(read_policy_file(call, path));
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

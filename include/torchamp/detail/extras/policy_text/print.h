@@ -20,7 +20,7 @@
 #include "torchamp/detail/extras/policy_text/conditions.h"
 #include "torchamp/ops.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The rule called `name`; null if there is none.
 constexpr const CastRow* row_named(std::string_view name) {
@@ -125,4 +125,4 @@ inline void print_policy(std::ostream& out, const PolicyData& policy) {
   for (const CastRow& row : cast_rows) out << row.name << ": " << row.effect << '\n';
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -27,7 +27,7 @@
 #include "torchamp/detail/core/policy/schema.h"
 #include "torchamp/detail/extras/observe/observer.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Distinguishes the nodes that the calling thread makes after this object, up to end(), from all
 /// others.
@@ -297,4 +297,4 @@ class Cuts {
   std::vector<Cut> cuts_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

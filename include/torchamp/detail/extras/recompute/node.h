@@ -26,7 +26,7 @@
 #include "torchamp/detail/extras/shared/kept_tensors.h"
 #include "torchamp/detail/extras/shared/rng_state.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Weight casts in a recomputed function]
 // LibTorch's cache of cast weights returns tensors with a history, to all threads. A cast from
@@ -389,4 +389,4 @@ inline torch::autograd::variable_list RecomputeNode::apply(
   return run_backward(outputs, std::move(gradients), sinks, create_graph);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -13,7 +13,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 using Tensors = std::vector<at::Tensor>;
 
@@ -59,4 +59,4 @@ struct StepCapture {
   explicit operator bool() const { return run != nullptr; }
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -7,7 +7,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Headers of CUDA and NCCL]
 // Some LibTorch classes have members that depend on the version of CUDA's or NCCL's headers. If a
@@ -44,4 +44,4 @@ inline void check_nccl_headers(uint64_t headers, uint64_t library) {
               ", which comes with the wheel nvidia-nccl.");
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

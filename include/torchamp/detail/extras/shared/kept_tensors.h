@@ -8,7 +8,7 @@
 
 #include "torchamp/detail/core/base/tensors.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Whether tensors of one kind and shape hold the same numbers; NaNs are never the same.
 inline bool same_numbers(const at::Tensor& one, const at::Tensor& other) {
@@ -69,4 +69,4 @@ class WriteBack {
   std::vector<Kept> all_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -17,7 +17,7 @@
 #include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/detail/extras/shared/tensor_pairs.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Laid out as `weight`.
 inline at::Tensor empty_fp32_like(const at::Tensor& weight) {
@@ -95,4 +95,4 @@ inline void take_model_gradients(const torch::optim::Optimizer& optimizer) {
   (void)move_gradients(std::move(gradients));
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

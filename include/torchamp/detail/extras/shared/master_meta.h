@@ -18,7 +18,7 @@
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/gradients/shards.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Shards]
 // ShardedMasterWeights gives each process's optimizer a shard of each master. Code that needs all
@@ -154,4 +154,4 @@ inline void drop_model_gradients(const torch::optim::Optimizer& optimizer) {
   });
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -17,7 +17,7 @@
 #include "torchamp/detail/extras/shared/script_module.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// A module, a pointer to one, a holder, or a TorchScript module. A module of the program's own,
 /// without a shared pointer, must outlive it.
@@ -88,4 +88,4 @@ class SeenModels {
   std::unordered_set<const c10::TensorImpl*> known_;  // of tensors_, which keep them
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

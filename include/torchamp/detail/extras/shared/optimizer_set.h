@@ -19,7 +19,7 @@
 #include "torchamp/detail/core/gradients/optimizer_identity.h"
 #include "torchamp/scaled_step.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 using OptimizerPointers = std::vector<std::shared_ptr<torch::optim::Optimizer>>;
 
@@ -161,4 +161,4 @@ void for_each_optimizer(const torch::optim::Optimizer& optimizer, const F& f) {
   for (const auto& member : set->members()) f(*member);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

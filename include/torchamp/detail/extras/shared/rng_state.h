@@ -17,7 +17,7 @@
 
 #include "torchamp/detail/core/base/device_work.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Whether this process has the device.
 inline bool device_is_here(at::Device device) {
@@ -101,4 +101,4 @@ class RngScope {
   RngState before_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -11,7 +11,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// A TorchScript module as a module of torch::nn: it has the script's parameters and buffers under
 /// the script's names, and its train() and eval() are the script's. A parameter, a buffer or a
@@ -49,4 +49,4 @@ class ScriptModule final : public torch::nn::Module {
   torch::jit::Module script_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

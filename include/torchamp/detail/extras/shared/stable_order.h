@@ -10,7 +10,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Returns the places of the values in ascending order of their key; the order of equal values does
 /// not change.
@@ -34,4 +34,4 @@ void sort_in_stable_order(std::vector<T>& values, Key key) {
   values = std::move(sorted);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -11,7 +11,7 @@
 
 #include "torchamp/detail/core/base/tensors.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Pairs of tensors of equal shape, for kernels that take all pairs of two kinds at once.
 class TensorPairs {
@@ -42,4 +42,4 @@ class TensorPairs {
   std::vector<Batch> batches_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -23,7 +23,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // The inputs and outputs of a user's function: a tree of tensors, vectors, arrays, maps, pairs,
 // tuples and optionals.
@@ -128,4 +128,4 @@ decltype(auto) call_forward(Function& function, Inputs&&... inputs) {
   }
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

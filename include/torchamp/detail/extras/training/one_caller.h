@@ -8,7 +8,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The thread that is in a call of a TrainingStep.
 class OneCaller {
@@ -46,4 +46,4 @@ class OneCaller {
   std::atomic<std::thread::id> thread_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

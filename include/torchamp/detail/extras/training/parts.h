@@ -37,7 +37,7 @@ class TrainingCheckpoint;
 class TrainingResult;
 }  // namespace TORCHAMP_NAMESPACE
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Parts of a TrainingStep]
 // A TrainingStep uses masters, graphs, process groups and schedulers through the interfaces below.
@@ -396,4 +396,4 @@ struct SchedulerOption {
   }
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -13,7 +13,7 @@
 #include "torchamp/training_log.h"
 #include "torchamp/training_step.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 TORCHAMP_BODY at::ScalarType default_dtype(at::DeviceType device) {
   return device == at::kCUDA ? at::kHalf : at::autocast::get_autocast_dtype(device);
@@ -28,7 +28,7 @@ inline constexpr AccumulationTerms training_step_terms{
     .change = "Set .max_grad_norm to clip.",
     .send = "Pass the process group as .group: the TrainingStep then sends them."};
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 namespace TORCHAMP_NAMESPACE {
 

@@ -18,7 +18,7 @@
 #include "torchamp/detail/core/base/autograd_node.h"
 #include "torchamp/detail/extras/weights/derived.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// `value`, an argument of an op, with `function` applied to each defined tensor.
 template <class Function>
@@ -127,4 +127,4 @@ inline at::Tensor kept_cast(DerivedWeights& store, const at::Tensor& weight, at:
   return use;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -26,7 +26,7 @@
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/detail/extras/weights/weight_stamp.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [What is derived from weights]
 // A process has one store of data derived from weights (16-bit casts, 8-bit forms), owned by the
@@ -365,4 +365,4 @@ inline WeightKeep keep_of_this_thread() {
   return has_no_end ? WeightKeep() : policy->keep;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

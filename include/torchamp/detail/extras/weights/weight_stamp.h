@@ -18,7 +18,7 @@
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The tensor with a weight's version counter: the weight itself, or the base of the view.
 inline const c10::TensorImpl* owner_of(const at::Tensor& weight) {
@@ -128,4 +128,4 @@ class WeightStamp {
   std::optional<c10::Stream> stream_;  // unset on a CPU, which computes at once
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

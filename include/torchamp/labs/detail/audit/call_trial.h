@@ -31,7 +31,7 @@
 #include "torchamp/detail/extras/shared/rng_state.h"
 #include "torchamp/rule.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The seconds that `device` takes for `work`, without earlier work.
 template <class Work>
@@ -161,4 +161,4 @@ class CallTrial {
   bool records_;  // whether gradients are wanted
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

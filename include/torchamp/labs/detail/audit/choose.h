@@ -9,7 +9,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [How an audit chooses]
 // First all ops that may be lowered are lowered. Then rules are reverted if their casts to and from
@@ -133,4 +133,4 @@ class Chooser {
   std::vector<std::vector<std::size_t>> edges_of_;  // of each, in edges_
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -14,7 +14,7 @@
 #include "torchamp/labs/detail/audit/choose.h"
 #include "torchamp/labs/detail/audit/processes.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The measurements of a PrecisionAudit.
 struct AuditData {
@@ -47,4 +47,4 @@ inline bool is_harmful(const AuditRow& row, double gradient_loss_limit) {
          row.gradient_loss > gradient_loss_limit;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -27,7 +27,7 @@
 #include "torchamp/labs/detail/modules/with_policy.h"
 #include "torchamp/labs/module_policy.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The state of a model and of random generators that a step may change, restored bit for bit at
 /// the end.
@@ -158,4 +158,4 @@ class KeptModulePolicies {
   std::vector<std::pair<torch::nn::AnyModule*, torch::nn::AnyModule>> entries_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -25,7 +25,7 @@
 #include "torchamp/labs/detail/modules/sequential.h"
 #include "torchamp/labs/precision_audit.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Turns measurements into policies. Rows of one op in all modules that one policy reaches follow
 /// one rule.
@@ -293,7 +293,7 @@ class PolicySearch {
   double most_ = 0.;  // error that the budget allows
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 namespace TORCHAMP_NAMESPACE {
 

@@ -21,7 +21,7 @@
 #include "torchamp/labs/detail/audit/text.h"
 #include "torchamp/labs/precision_audit.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 inline AuditedModel audited_model(torch::nn::Module& model, const PrecisionAuditOptions& options) {
   const std::optional<at::ScalarType> dtype = options.dtype;
@@ -60,7 +60,7 @@ inline void sort_rows(AuditData& data) {
   }
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 namespace TORCHAMP_NAMESPACE {
 

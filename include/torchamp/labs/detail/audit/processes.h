@@ -20,7 +20,7 @@
 #include "torchamp/labs/audit_row.h"
 #include "torchamp/labs/detail/audit/choose.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The subject of a PrecisionAudit.
 struct AuditedModel {
@@ -103,4 +103,4 @@ inline void agree(const AuditedModel& audited, std::vector<AuditRow>& rows,
   }
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

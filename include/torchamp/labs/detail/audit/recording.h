@@ -42,7 +42,7 @@
 #include "torchamp/labs/detail/audit/choose.h"
 #include "torchamp/ops.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// A hook on a leaf, and whether LibTorch made a list for it.
 struct HookOfLeaf {
@@ -363,4 +363,4 @@ class AuditRecording final : public Recording<AuditCall> {
   std::string problem_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

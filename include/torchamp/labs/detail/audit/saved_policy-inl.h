@@ -14,7 +14,7 @@
 #include "torchamp/labs/detail/modules/with_policy.h"
 #include "torchamp/labs/precision_audit.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 inline Cast rule_of(const AuditDecision& decision) {
   return decision.lowered ? Cast::lower_precision : Cast::fp32;
@@ -66,7 +66,7 @@ inline std::string text_of_module(const PolicyData& policy, const PolicyData& co
                  : text_of_base(policy) + text_of_edits(policy, 0, decided);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 namespace TORCHAMP_NAMESPACE {
 

@@ -43,7 +43,7 @@
 #include "torchamp/labs/module_policy.h"
 #include "torchamp/policy.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The effect of a thread's guards while an audit runs a step.
 struct GuardTrial final : GuardOverride {
@@ -305,4 +305,4 @@ class AuditSession {
   bool has_guards_ = false;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -21,7 +21,7 @@
 #include "torchamp/detail/extras/policy_text/parse.h"
 #include "torchamp/labs/audit_row.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 inline constexpr const char* audit_csv_head =
     "module,op,calls,elements,error,gradient_loss,underflow,overflow,vanished,largest,smallest,"
@@ -161,4 +161,4 @@ inline void print_audit(std::ostream& out, const std::vector<AuditRow>& rows,
   out << audit_legend;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -16,7 +16,7 @@
 #include "torchamp/labs/detail/fp8/lanes.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Codes of small formats]
 // These functions process four numbers at once. They have no branches, and use integers where sums
@@ -165,4 +165,4 @@ inline at::Tensor decode(const at::Tensor& codes, at::ScalarType dtype) {
               : decode_as<c10::Float8_e5m2, float>(codes);
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

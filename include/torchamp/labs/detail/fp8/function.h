@@ -29,7 +29,7 @@
 #include "torchamp/labs/detail/fp8/quantize.h"
 #include "torchamp/labs/fp8_options.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [The rehearsal of fp8 on a CPU]
 // Every code of both formats is exact in bf16, and a bf16 product sums in fp32. So a bf16 product
@@ -267,4 +267,4 @@ inline at::Tensor fp8_linear(const Fp8Options& options, const at::Tensor& x, con
   return result;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -10,7 +10,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Lanes]
 // Sixteen bytes of numbers. An operator computes each lane separately. A comparison sets all bits
@@ -140,4 +140,4 @@ inline Floats select(Integers condition, Floats then, Floats otherwise) {
   return floats_of(select(condition, bits_of(then), bits_of(otherwise)));
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -11,7 +11,7 @@
 #include "torchamp/labs/fp8_options.h"
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Sets the option `word`: "recipe=rowwise", "strict". False for an unknown option.
 inline bool set_fp8_option(std::string_view word, Fp8Options& options) {
@@ -49,4 +49,4 @@ inline Fp8Options parse_fp8_options(std::string_view text) {
   return options;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

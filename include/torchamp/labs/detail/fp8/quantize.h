@@ -23,7 +23,7 @@
 #include "torchamp/labs/detail/fp8/rows.h"
 #include "torchamp/labs/fp8_options.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// A matrix in 8 bits (or in 4, as the e4m3 numbers that e2m1 has). An element is its code's value,
 /// times the scale of its block, times the scale of the tensor.
@@ -258,4 +258,4 @@ inline Fp8Matrix quantize_transposed(const Fp8Options& options, Fp8Operand opera
   return quantize_as(options, operand, /*transposed=*/true, matrix.t());
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -18,7 +18,7 @@
 
 #include "torchamp/labs/detail/fp8/formats.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Kernels of the rehearsal]
 // One pass over a matrix finds the magnitudes of a tile's blocks, another writes their codes. Both
@@ -358,4 +358,4 @@ void hadamard_transform_rows(const Rows<const T>& matrix, float* to) {
                 });
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

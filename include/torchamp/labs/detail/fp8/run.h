@@ -29,7 +29,7 @@
 #include "torchamp/labs/fp8_options.h"
 #include "torchamp/ops.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// A recipe's name in texts.
 struct Fp8RecipeRow {
@@ -295,4 +295,4 @@ class Fp8Rule final : public OpRule {
   mutable std::array<OnDevice, device_count> on_device_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

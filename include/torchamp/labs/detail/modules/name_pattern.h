@@ -8,7 +8,7 @@
 
 #include "torchamp/version.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The characters that stand for others; behind a backslash each stands for itself.
 inline constexpr std::string_view wildcards = "*?";
@@ -75,4 +75,4 @@ inline bool matches(std::string_view pattern, std::string_view name) {
   return fits.back();
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

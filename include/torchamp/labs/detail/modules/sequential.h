@@ -21,7 +21,7 @@
 #include "torchamp/detail/core/policy/rules.h"
 #include "torchamp/labs/detail/modules/with_policy.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Entries of a Sequential]
 // torch::nn::Sequential calls its modules through torch::nn::AnyModule, that is, a virtual function
@@ -80,7 +80,7 @@ class PolicyEntry : public torch::nn::Module {
   std::shared_ptr<const ModulePolicy> policy_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 /// Holds a PolicyEntry in a torch::nn::AnyModule as the module that it replaces.
 template <>
@@ -107,7 +107,7 @@ struct torch::nn::AnyModuleHolder<torchamp::detail::PolicyEntry, int> final
   std::shared_ptr<torchamp::detail::PolicyEntry> module;
 };
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// A module of a model, and how its forward can get a policy.
 struct ForwardSite {
@@ -207,4 +207,4 @@ class ForwardSites {
   std::map<const torch::nn::Module*, std::size_t> index_;
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -24,7 +24,7 @@
 #include "torchamp/detail/core/policy/thread_policy.h"
 #include "torchamp/detail/core/runtime/runtime.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The data that a ModulePolicies sets at a module: its dotted name in the model, and a policy or
 /// none.
@@ -188,4 +188,4 @@ class WithPolicyImpl<Module, Result (Class::*)(Arguments...)>
   }
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -27,7 +27,7 @@
 #include "torchamp/labs/detail/observe/rule_of_call.h"
 #include "torchamp/ops.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Calls that a cast recording counts]
 // LibTorch reports every call through its dispatcher to a recording, with arguments and results;
@@ -266,7 +266,7 @@ class CastRecording final : public Recording<CastCall> {
   std::map<std::tuple<bool, std::string, std::string>, std::size_t> index_;  // in rows_
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 namespace TORCHAMP_NAMESPACE {
 

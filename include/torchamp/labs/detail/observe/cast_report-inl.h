@@ -12,7 +12,7 @@
 #include "torchamp/detail/extras/policy_text/print.h"
 #include "torchamp/labs/cast_recorder.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Whether torchamp's own cache of weights was used.
 inline bool used_cache(const CastReport::Row& row) {
@@ -47,7 +47,7 @@ inline std::string json_numbers(const CastReport::Row& row) {
   return out.str();
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 namespace TORCHAMP_NAMESPACE {
 

@@ -16,7 +16,7 @@
 #include "torchamp/detail/core/runtime/runtime.h"
 #include "torchamp/rule.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// The rule of a call of `op` on the calling thread. It is native only if LibTorch's kernel casts
 /// in another way than `promote`. `choice`: the kernel's report for a conditional rule; unset if
@@ -43,4 +43,4 @@ inline Cast rule_of_call(const c10::OperatorHandle& op, at::DeviceType device,
   return effect == Cast::promote ? effect : Cast::native;
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail

@@ -27,7 +27,7 @@
 #include "torchamp/detail/extras/shared/stable_order.h"
 #include "torchamp/labs/underflow_meter.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 /// Whether the argument is, or may be, a dtype.
 inline bool takes_dtype(const c10::Argument& argument) {
@@ -274,7 +274,7 @@ struct UnderflowHistory {
   }
 };
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
 
 namespace TORCHAMP_NAMESPACE {
 

@@ -35,7 +35,7 @@
 #include "torchamp/detail/extras/weights/derived.h"
 #include "torchamp/detail/extras/weights/weight_stamp.h"
 
-namespace torchamp::detail {
+namespace TORCHAMP_NAMESPACE::detail {
 
 // Note [Weights cast together]
 // LibTorch casts each weight separately at its first use in a region, and each gradient separately
@@ -399,4 +399,4 @@ inline CastPoolHandle cast_pool(at::Device device, at::ScalarType dtype) {
   return {std::move(keeps), pool};
 }
 
-}  // namespace torchamp::detail
+}  // namespace TORCHAMP_NAMESPACE::detail
