@@ -34,10 +34,10 @@ huge_pages() {
 # `may_end_early` is yes, a part that reaches its limit is reported as left out, not as failed.
 whole=5100
 may_end_early=no
-results=()
-failed=0
+results=$(mktemp)
+trap 'rm -f "$results"' EXIT
 report() {
-  results+=("$1: $2")
+  echo "$1: $2" >>"$results"
   printf '\n---- %s: %s\n' "$1" "$2"
 }
 part() {
@@ -57,13 +57,27 @@ part() {
     report "left out" "$what (ended after $limit s)"
   else
     report FAILED "$what (exit code $code)"
-    failed=1
   fi
+}
+
+# part_beside LIMIT TITLE FUNCTION: like part, but the next parts run at the same time. It is for a part that keeps one
+# core busy. end_beside waits for it and prints its output.
+beside=
+part_beside() {
+  mkdir -p build
+  part "$@" >build/ci-beside.log 2>&1 &
+  beside=$!
+}
+end_beside() {
+  [ -n "$beside" ] || return 0
+  wait "$beside"
+  cat build/ci-beside.log
+  beside=
 }
 
 # Prints a line for each part; returns 1 if one failed.
 end_of_parts() {
   title "done"
-  printf '%s\n' "${results[@]}"
-  return $failed
+  cat "$results"
+  ! grep -q '^FAILED' "$results"
 }
