@@ -158,7 +158,8 @@ struct Step {
 };
 
 std::vector<Step> steps() {
-  static const std::regex step(R"(^ *(\S.*?)(?:  +(\S.*))?$)");
+  // A line with more spaces continues the line before it.
+  static const std::regex step(R"(^ {0,30}(\S.*?)(?:  +(\S.*))?$)");
   std::vector<Step> found;
   std::istringstream text(page().substr(0, page().find("## What to run")));
   bool inside = false;
