@@ -56,7 +56,7 @@ class Policy {
   ///
   /// Errors, which leave the policy unchanged and name the edit (`Policy::fp32`): an op that
   /// LibTorch does not have (the error suggests the nearest name); for a rule that casts, an op
-  /// that cannot be cast (with the reason); a dtype in `when` that no region can have; Cast::fp8 in
+  /// that cannot be cast (with the reason); a condition in `when` that can never hold; Cast::fp8 in
   /// a program that does not include torchamp/labs/fp8.h.
   Policy& set(Cast rule, const OpNames& ops, const When& when = {}) {
     return edit(rule, ops, when);

@@ -172,9 +172,11 @@ struct When {
   bool always() const { return *this == When(); }
   /// Whether the rule can hold for a call in a region of this dtype.
   bool may_hold_in(at::ScalarType region_dtype) const { return !dtype || *dtype == region_dtype; }
-  /// Whether the rule holds for this call in a region of this dtype.
+  /// Whether the rule holds for this call in a region of this dtype. (The structured binding names
+  /// every member, so a new member does not compile until it is here.)
   bool holds(at::ScalarType region_dtype, const OpCall& call) const {
-    return may_hold_in(region_dtype) && (!predicate || predicate(call));
+    const auto& [only_dtype, only_if] = *this;
+    return (!only_dtype || *only_dtype == region_dtype) && (!only_if || only_if(call));
   }
 };
 

@@ -9,6 +9,7 @@
 #include <string_view>
 #include <vector>
 
+#include "support/conditions.h"
 #include "torchamp/labs/fp8.h"
 #include "torchamp/policy_text.h"
 
@@ -55,11 +56,11 @@ Policy random_policy(Random& random) {
                                    Cast::unchanged};
   static constexpr Fp8Recipe recipes[] = {Fp8Recipe::tensorwise, Fp8Recipe::rowwise,
                                           Fp8Recipe::blockwise, Fp8Recipe::mxfp8, Fp8Recipe::nvfp4};
-  static constexpr at::ScalarType dtypes[] = {at::kHalf, at::kBFloat16, at::kFloat};
+  static const std::vector<torchamp::Condition> conditions = torchamp::conditions();
   Policy policy = random.below(2) ? Policy::standard() : Policy::torch();
   for (std::size_t edits = random.below(6); edits > 0; --edits) {
     torchamp::When when;
-    if (random.below(3) == 0) when.dtype = random.one_of(dtypes);
+    if (random.below(3) == 0) when = random.one_of(conditions).when;
     if (random.below(6) == 0) {
       policy = torchamp::fp8(
           policy, random.below(2) ? torchamp::ops::dense : torchamp::OpNames{"mm", "linear"},
@@ -119,6 +120,7 @@ void damage(std::string& text, Random& random) {
                                                 "#",
                                                 "when",
                                                 " when float16",
+                                                " and ",
                                                 "ops::",
                                                 "ops::norm",
                                                 "fp32",

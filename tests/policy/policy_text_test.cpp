@@ -44,18 +44,6 @@ TEST(PolicyText, ReadsBackWhatItWrote) {
   EXPECT_EQ(read.lookup("maximum", at::kCPU), Cast::promote);
 }
 
-TEST(PolicyText, ReadsBackARuleForEachDtypeThatARegionCanHave) {
-  for (const at::ScalarType dtype : {at::kHalf, at::kBFloat16, at::kFloat}) {
-    const Policy policy = Policy::standard().fp32({"relu"}, {.dtype = dtype});
-    const Policy read = torchamp::parse_policy(torchamp::to_text(policy));
-    EXPECT_EQ(torchamp::to_text(read), torchamp::to_text(policy));
-    ASSERT_EQ(read.data()->edits.size(), 1u);
-    EXPECT_EQ(read.data()->edits[0].when.dtype, dtype);
-  }
-  EXPECT_EQ(torchamp::to_text(Policy::torch().fp32({"mm"}, {.dtype = at::kFloat})),
-            "policy torch\nfp32 when float32: mm\n");
-}
-
 TEST(PolicyText, WritesAndReadsTheOptionsOfFp8InBrackets) {
   const Policy policy =
       torchamp::fp8(torchamp::fp8(Policy::standard(), torchamp::ops::dense), {"mm"},
@@ -188,8 +176,6 @@ TEST(PolicyText, ErrorsNameTheLineAndTheFault) {
   expect("policy torch\nfp32: \n", "line 2: 'fp32:' is not of the form");
   expect("policy torch\nfp32: ,\n", "line 2: 'fp32: ,' names no op");
   expect("policy torch\nfp32 if float16: mm\n", "line 2: 'fp32 if float16' is not a rule");
-  expect("policy torch\nfp32 when int8: mm\n",
-         "has the condition 'int8', which is not float16, bfloat16 or float32");
   expect("policy torch\nfp32::mm\n", "line 2: 'fp32::mm' is not of the form");
   expect("policy torch\nfp32: ops::none\n",
          "line 2: there is no family 'ops::none'; the families are matmul");

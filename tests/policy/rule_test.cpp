@@ -2,16 +2,20 @@
 #include "torchamp/policy.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
 #include <gtest/gtest.h>
 
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <string_view>
 #include <vector>
 
+#include "support/conditions.h"
 #include "support/expect_error.h"
 #include "torchamp/autocast.h"
+#include "torchamp/policy_text.h"
 
 namespace {
 
@@ -28,6 +32,90 @@ at::Tensor bf16() {
 
 bool exponent_is_large(const OpCall& call) {
   return call.argument("exponent").toScalar().toDouble() > 2;
+}
+
+bool holds(const torchamp::When& when, const torchamp::ConditionCall& call) {
+  static const auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::mm", "");
+  const c10::IValue stack[] = {call.self, call.mat2};
+  return when.holds(call.region_dtype, OpCall(op.schema(), stack));
+}
+
+TEST(Conditions, HoldForTheirCallsOnlyAndIfAllOthersHold) {
+  for (const torchamp::Condition& one : torchamp::conditions()) {
+    SCOPED_TRACE(one.text);
+    EXPECT_FALSE(one.when.always());
+    torchamp::When with_predicate = one.when;
+    for (const bool says : {true, false}) {
+      with_predicate.predicate = [says](const OpCall&) { return says; };
+      EXPECT_EQ(holds(with_predicate, one.holds), says);
+      EXPECT_FALSE(holds(with_predicate, one.fails));
+    }
+    EXPECT_TRUE(holds(one.when, one.holds));
+    EXPECT_FALSE(holds(one.when, one.fails));
+  }
+}
+
+TEST(Conditions, AreEqualIfTheirValuesAre) {
+  const auto policy = [](const torchamp::When& when) { return Policy::torch().fp32({"mm"}, when); };
+  for (const torchamp::Condition& one : torchamp::conditions()) {
+    SCOPED_TRACE(one.text);
+    EXPECT_TRUE(*policy(one.when).data() == *policy(one.when).data());
+    for (const torchamp::When& other : {one.other, torchamp::When()}) {
+      EXPECT_FALSE(one.when == other);
+      EXPECT_FALSE(*policy(one.when).data() == *policy(other).data());
+    }
+  }
+}
+
+TEST(Conditions, ThatCanNeverHoldAreErrors) {
+  for (const torchamp::Condition& one : torchamp::conditions()) {
+    for (const auto& [when, error] : one.refused) {
+      EXPECT_ERROR(Policy::standard().fp32({"relu"}, when), "Policy::fp32: " + error);
+    }
+  }
+}
+
+TEST(Conditions, ComeBackFromThePolicysText) {
+  for (const torchamp::Condition& one : torchamp::conditions()) {
+    const Policy policy = Policy::torch().fp32({"mm"}, one.when);
+    const std::string text = "policy torch\nfp32 when " + one.text + ": mm\n";
+    EXPECT_EQ(torchamp::to_text(policy), text);
+    EXPECT_TRUE(*torchamp::parse_policy(text).data() == *policy.data()) << text;
+  }
+}
+
+TEST(Conditions, OfSeveralKindsComeBackFromThePolicysText) {
+  const std::vector<torchamp::Condition> all = torchamp::conditions();
+  for (auto one = all.begin(); one != all.end(); ++one) {
+    for (auto other = one; other != all.end(); ++other) {
+      const std::string text =
+          "policy torch\nfp32 when " + one->text + " and " + other->text + ": mm\n";
+      if (one->member == other->member) {
+        EXPECT_ERROR((void)torchamp::parse_policy(text),
+                     "has two conditions of one kind: '" + other->text + "' is the second");
+        continue;
+      }
+      const Policy policy = torchamp::parse_policy(text);
+      EXPECT_EQ(torchamp::to_text(policy), text);
+      EXPECT_TRUE(*torchamp::parse_policy(torchamp::to_text(policy)).data() == *policy.data());
+      const torchamp::When& when = policy.data()->edits.at(0).when;
+      EXPECT_FALSE(holds(when, one->fails) || holds(when, other->fails)) << text;
+    }
+  }
+}
+
+TEST(Conditions, ThatAreUnknownAreErrorsThatListTheConditions) {
+  for (const std::string wrong : {"int8", "float16 bfloat16", "float16!"}) {
+    const std::string error = "has the condition '" + wrong + "'; the conditions are float16, ";
+    for (const std::string& text : {wrong, "float16 and " + wrong}) {
+      EXPECT_ERROR((void)torchamp::parse_policy("policy torch\nfp32 when " + text + ": mm\n"),
+                   error);
+    }
+  }
+  for (const std::string text : {"", " and", " float16 and", " and float16"}) {
+    EXPECT_ERROR((void)torchamp::parse_policy("policy torch\nfp32 when" + text + ": mm\n"),
+                 "; the conditions are float16, ");
+  }
 }
 
 TEST(When, ARuleCanHoldInRegionsOfOneDtypeOnly) {
@@ -147,15 +235,6 @@ TEST(When, APredicateThatThrowsLeavesAutocastOn) {
 TEST(When, LookupLeavesConditionsOut) {
   const Policy policy = Policy::standard().fp32({"relu"}, {.dtype = at::kHalf});
   EXPECT_EQ(policy.lookup("relu", at::kCPU), Cast::unchanged);
-}
-
-TEST(When, ADtypeThatNoRegionHasIsAnError) {
-  for (const at::ScalarType dtype : {at::kDouble, at::kFloat8_e4m3fn, at::kFloat8_e5m2}) {
-    EXPECT_ERROR(Policy::standard().fp32({"relu"}, {.dtype = dtype}),
-                 "Policy::fp32: When::dtype is " + std::string(c10::toString(dtype)));
-  }
-  EXPECT_ERROR(Policy::standard().fp32({"relu"}, {.dtype = at::kInt}),
-               "Policy::fp32: When::dtype is Int");
 }
 
 TEST(OpCall, AnUnknownArgumentIsAnErrorWithTheSchema) {
