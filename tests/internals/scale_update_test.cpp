@@ -5,23 +5,29 @@
 
 #include <gtest/gtest.h>
 #include <torch/torch.h>
+#include <torchamp/grad_scaler.h>
 
 #include <algorithm>
 #include <cmath>
 #include <memory>
 #include <random>
+#include <sstream>
 #include <string>
+#include <string_view>
 #include <vector>
 
+#include "support/expect_error.h"
 #include "support/random_iterations.h"
 
 using torchamp::AtLimit;
+using torchamp::GradScaler;
 using torchamp::GradScalerOptions;
 using torchamp::detail::after_update;
 using torchamp::detail::LossScale;
 using torchamp::detail::Measured;
 using torchamp::detail::ScaleLimits;
 using torchamp::detail::ScaleMemory;
+using torchamp::detail::ScalerParts;
 
 namespace {
 
@@ -125,8 +131,54 @@ struct Fairseq : Published {
   int last_bad = -1;
 };
 
+/// What the checks of an iteration's gradients have measured, for the host and for a device.
 Measured measured(bool bad) {
-  return Measured(torch::full({}, bad ? 1.F : 0.F));
+  return {.found_inf = {.tensor = torch::full({}, bad ? 1.F : 0.F), .on_host = bad ? 1. : 0.}};
+}
+
+constexpr auto& rows = torchamp::detail::scale_memory_rows<double>;
+
+/// Different numbers in all rows, none initial, for options that allow counts up to `rows`.
+ScaleMemory<double> numbers() {
+  ScaleMemory<double> memory{};
+  double next = 2.;
+  for (const auto& row : rows) memory.*row.number = row.is_whole ? next++ : 0.5 + next++;
+  return memory;
+}
+
+/// Expects equal numbers, except of a row that a device does not update by these options.
+void expect_same(const ScaleMemory<double>& device, const ScaleMemory<double>& host,
+                 const GradScalerOptions& options) {
+  for (const auto& row : rows) {
+    const bool is_skips = row.number == &ScaleMemory<double>::skips;
+    if (torchamp::detail::is_torch_update(options) && row.is_own() && !is_skips) continue;
+    ASSERT_EQ(device.*row.number, host.*row.number) << row.name;
+  }
+}
+
+/// The archive of a scaler, without what is called `without`. (If it is one of torchamp's numbers,
+/// the list does not name it.)
+std::string archive_of(const GradScaler& scaler, std::string_view without = "") {
+  std::stringstream whole;
+  torch::save(scaler, whole);
+  torch::serialize::InputArchive in;
+  in.load_from(whole);
+  torch::serialize::OutputArchive out;
+  for (const std::string& key : in.keys()) {
+    if (!without.empty() && (key == without || key == "torchamp_checksum")) continue;
+    c10::IValue value;
+    in.read(key, value);
+    if (key == "torchamp_numbers" && !without.empty()) {
+      std::istringstream list(value.toStringRef());
+      std::string names;
+      for (std::string name; list >> name;) names += name == without ? "" : name + " ";
+      value = names;
+    }
+    out.write(key, value);
+  }
+  std::ostringstream bytes;
+  out.save_to(bytes);
+  return bytes.str();
 }
 
 GradScalerOptions with_interval(GradScalerOptions options, int64_t interval) {
@@ -163,6 +215,49 @@ TEST(ScaleUpdate, IsTheKernelsOnlyWithoutFurtherOptions) {
   EXPECT_FALSE(is_torch_update({.dynamic = false}));
   EXPECT_FALSE(is_torch_update({.hysteresis = 2}));
   EXPECT_FALSE(is_torch_update({.growth_tracker_start = -1}));
+}
+
+TEST(ScaleUpdate, ThrowsForANumberThatWasNotMeasured) {
+  const std::string error = "GradScaler::update: these options need a number of the gradients";
+  EXPECT_ERROR(after_update({}, ScaleMemory<double>{}, Measured()), error);
+  EXPECT_ERROR(after_update({}, ScaleMemory<at::Tensor>{}, Measured()), error);
+}
+
+TEST(ScaleMemory, EachNumberIsSavedAndLoadedOnTheHostAndOnADevice) {
+  const GradScalerOptions options{.hysteresis = 70};
+  for (const bool from_device : {false, true}) {
+    for (const bool to_device : {false, true}) {
+      GradScaler source(options), target(options);
+      for (auto [scaler, on_device] :
+           {std::pair(&source, from_device), std::pair(&target, to_device)}) {
+        ScalerParts::scale(*scaler).create(at::kCPU);
+        if (on_device) ScalerParts::scale(*scaler).leave_host();
+      }
+      ScalerParts::scale(source).set(numbers());
+      std::istringstream bytes(archive_of(source));
+      torch::load(target, bytes);
+      expect_same(ScalerParts::scale(target).read(), numbers(), options);
+    }
+  }
+}
+
+TEST(ScaleMemory, ANumberThatAnArchiveLacksHasItsInitialValue) {
+  const GradScalerOptions options{.hysteresis = 70};
+  GradScaler source(options);
+  ScalerParts::scale(source).create(at::kCPU);
+  ScalerParts::scale(source).set(numbers());
+  for (const auto& lacking : rows) {
+    std::istringstream bytes(archive_of(source, lacking.name));
+    GradScaler target(options);
+    if (!lacking.is_own()) {
+      EXPECT_ERROR(torch::load(target, bytes), "the archive has no \"" + std::string(lacking.name));
+      continue;
+    }
+    torch::load(target, bytes);
+    ScaleMemory<double> expected = numbers();
+    expected.*lacking.number = lacking.initial(options);
+    expect_same(ScalerParts::scale(target).read(), expected, options);
+  }
 }
 
 TEST(ScaleUpdate, BringsWhatAFileHoldsWithinTheOptionsLimits) {
@@ -266,13 +361,7 @@ TEST(ScaleUpdate, DoesTheSameOnADeviceAsOnTheHost) {
       host = after_update(options, host, measured(bad));
       device.advance(measured(bad));
       ASSERT_EQ(device.host(), nullptr);
-      const ScaleMemory<double> read = device.read();
-      ASSERT_EQ(read.scale, host.scale);
-      ASSERT_EQ(read.skips, host.skips);
-      if (!options.dynamic) continue;
-      ASSERT_EQ(read.growth_tracker, host.growth_tracker);
-      if (torchamp::detail::is_torch_update(options)) continue;
-      ASSERT_EQ(read.credit, host.credit);
+      expect_same(device.read(), host, options);
     }
     EXPECT_EQ(device.inverse(at::kCPU).item<float>(), static_cast<float>(1. / host.scale));
   }
@@ -298,10 +387,7 @@ TEST(ScaleUpdate, GoesOnOnADeviceFromWhatAFileAndANewIntervalHaveSet) {
     for (const bool bad : random_iterations(random(), 30)) {
       host = after_update(options, host, measured(bad));
       device.advance(measured(bad));
-      const ScaleMemory<double> read = device.read();
-      ASSERT_EQ(read.scale, host.scale);
-      ASSERT_EQ(read.credit, host.credit);
-      ASSERT_EQ(read.growth_tracker, host.growth_tracker);
+      expect_same(device.read(), host, options);
     }
   }
 }

@@ -4,10 +4,13 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
+#include <iterator>
 #include <utility>
 
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/scaler/loss_scale.h"
+#include "torchamp/detail/core/scaler/scale_update.h"
 #include "torchamp/detail/core/scaler/step.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
 #include "torchamp/grad_scaler_options.h"
@@ -32,7 +35,9 @@ namespace TORCHAMP_NAMESPACE::detail {
 
 /// Whether other processes must agree.
 inline bool has_others(const OptimizerState& state, const GradScalerOptions& options) {
-  return options.agree_found_inf || state.shards;
+  return state.shards ||
+         std::any_of(std::begin(measured_rows), std::end(measured_rows),
+                     [&](const MeasuredRow& row) { return row.has_function(options); });
 }
 
 /// Replaces the measured numbers by the numbers of all processes, once.

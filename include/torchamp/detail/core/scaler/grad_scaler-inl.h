@@ -177,7 +177,7 @@ TORCHAMP_BODY void GradScaler::update() {
   detail::ScaleLimits::Met met;
   {
     const detail::InternalOps guard;
-    const detail::Measured measured = detail::measured_of(ledger_, scale_);
+    detail::Measured measured = detail::measured_of(ledger_, scale_);
     if (measured.found_inf.tensor.defined()) {
       // A device changes the scale in place, which results of earlier steps may refer to.
       if (!scale_.knows(measured)) ledger_.keep_results();

@@ -14,10 +14,12 @@
 #include <limits>
 #include <memory>
 #include <utility>
+#include <vector>
 
 #include "torchamp/detail/core/base/device_work.h"
 #include "torchamp/detail/core/base/tensors.h"
 #include "torchamp/detail/core/base/text.h"
+#include "torchamp/detail/core/gradients/gradient_batch.h"
 #include "torchamp/detail/core/scaler/check_options.h"
 #include "torchamp/detail/core/scaler/device_update.h"
 #include "torchamp/detail/core/scaler/read_once.h"
@@ -37,6 +39,9 @@ namespace TORCHAMP_NAMESPACE::detail {
 // the host does not have the flag. From then on the state is on the device, permanently, because a
 // captured CUDA graph may replay its update without the host; there an update is a few kernels in
 // place.
+
+/// Whether gradients must still be divided by the scale.
+enum class Gradients { scaled, unscaled };
 
 /// A GradScaler's options, its scale, and the numbers that updates use, on the host or on a device.
 class LossScale {
@@ -191,12 +196,27 @@ class LossScale {
 
   // ---- The update
 
+  /// The numbers of gradients whose check has returned `found_inf`. Every check of gradients ends
+  /// here.
+  Measured measure(at::Tensor found_inf, const std::vector<GradientBatch>& gradients,
+                   Gradients kind) const {
+    Measured measured{.found_inf = {.tensor = std::move(found_inf)}};
+    for (const MeasuredRow& row : measured_rows) {
+      if (row.measure == nullptr) continue;
+      at::Tensor number =
+          row.measure(gradients, kind == Gradients::scaled ? scale_ : at::Tensor(), options_);
+      if (number.defined()) number = to_device_async(scale_.device(), number).to(at::kFloat);
+      measured.*row.number = {.tensor = std::move(number)};
+    }
+    return measured;
+  }
+
   /// Whether the host can make this update.
-  bool knows(const Measured& measured) const { return !on_device_ && is_on_host(measured); }
+  bool knows(Measured& measured) const { return !on_device_ && bring_to_host(measured); }
 
   /// Updates the scale after an iteration, without a read. Returns the limits that are met. If a
   /// limit throws, nothing is changed.
-  ScaleLimits::Met update(const Measured& measured) {
+  ScaleLimits::Met update(Measured& measured) {
     ScaleLimits::Met met;
     if (knows(measured)) {
       const ScaleMemory<double> after = after_update(options_, host_, measured);

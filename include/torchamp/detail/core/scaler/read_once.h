@@ -6,6 +6,7 @@
 #include <optional>
 #include <type_traits>
 
+#include "torchamp/detail/core/base/text.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE::detail {
@@ -22,13 +23,18 @@ struct ReadOnce {
     return std::nullopt;
   }
 
-  /// A Number is the tensor, or a double that the host has.
+  /// The tensor, or the double in `on_host`. Error: there is none.
   template <class Number>
-  Number as() const {
-    if constexpr (std::is_same_v<Number, double>)
-      return *without_reading();
-    else
+  const Number& as() const {
+    constexpr bool is_double = std::is_same_v<Number, double>;
+    TORCHAMP_CHECK(is_double ? on_host.has_value() : tensor.defined(),
+                   "GradScaler::update: these options need a number of the gradients that was not "
+                   "measured. MeasuredRow::measure must measure it for them.");
+    if constexpr (is_double) {
+      return *on_host;
+    } else {
       return tensor;
+    }
   }
 
   /// Synchronises if the host does not have the value.

@@ -15,9 +15,10 @@
 #include <iterator>
 #include <optional>
 #include <string_view>
-#include <utility>
+#include <vector>
 
 #include "torchamp/detail/core/base/text.h"
+#include "torchamp/detail/core/gradients/gradient_batch.h"
 #include "torchamp/detail/core/gradients/shards.h"
 #include "torchamp/detail/core/scaler/read_once.h"
 #include "torchamp/grad_scaler_options.h"
@@ -43,8 +44,6 @@ struct ScaleMemoryRow {
   bool is_whole;
   Number ScaleMemory<Number>::*number;
   double (*initial)(const GradScalerOptions& options);
-  /// Whether the number makes the update different from torch.amp's with these options.
-  bool (*wanted)(const GradScalerOptions& options) = nullptr;
 
   /// Whether torch.amp does not have the number, so that GradScalerState has no place for it.
   bool is_own() const { return name.starts_with("torchamp_"); }
@@ -62,11 +61,9 @@ inline constexpr ScaleMemoryRow<Number> scale_memory_rows[] = {
     {"growth_tracker", /*is_whole=*/true, &ScaleMemory<Number>::growth_tracker,
      [](const GradScalerOptions& options) {
        return static_cast<double>(options.growth_tracker_start);
-     },
-     [](const GradScalerOptions& options) { return options.growth_tracker_start != 0; }},
+     }},
     {"torchamp_credit", /*is_whole=*/true, &ScaleMemory<Number>::credit,
-     [](const GradScalerOptions& options) { return static_cast<double>(options.hysteresis); },
-     [](const GradScalerOptions& options) { return options.hysteresis != 1; }},
+     [](const GradScalerOptions& options) { return static_cast<double>(options.hysteresis); }},
     {"torchamp_skips_in_a_row", /*is_whole=*/true, &ScaleMemory<Number>::skips,
      [](const GradScalerOptions& /*options*/) { return 0.; }},
 };
@@ -77,11 +74,6 @@ static_assert(std::size(scale_memory_rows<double>) * sizeof(double) == sizeof(Sc
 /// several, for the update. Each is on the scale's device, and has a row in measured_rows. A number
 /// that no option needs is undefined.
 struct Measured {
-  Measured() = default;
-  /// Every check of gradients calls this. A new number is a new parameter, so that the compiler
-  /// names each place that must measure it.
-  explicit Measured(at::Tensor flag) : found_inf{.tensor = std::move(flag)} {}
-
   ReadOnce found_inf{};  ///< 1 for an inf or a NaN, else 0
 };
 
@@ -90,9 +82,16 @@ struct MeasuredRow {
   ReadOnce Measured::*number;
   /// The number of two optimizers.
   ReadOnce (*of_both)(const ReadOnce& one, const ReadOnce& other);
+  /// Whether the options have a function by which processes agree on the number.
+  bool (*has_function)(const GradScalerOptions& options);
   /// Makes this process's number the number of all processes, by the program's function or by
   /// `shards`, which is null without shards.
   void (*agree)(const GradScalerOptions& options, const Shards* shards, at::Tensor& number);
+  /// Measures the number, 0-dim, of gradients that must still be divided by `scale`, or that are
+  /// unscaled if `scale` is undefined. Returns an undefined tensor if no option needs the number;
+  /// otherwise a number even without gradients. Null: each check of gradients has the number.
+  at::Tensor (*measure)(const std::vector<GradientBatch>& gradients, const at::Tensor& scale,
+                        const GradScalerOptions& options) = nullptr;
 };
 
 inline ReadOnce larger(const ReadOnce& one, const ReadOnce& other) {
@@ -104,7 +103,10 @@ inline ReadOnce larger(const ReadOnce& one, const ReadOnce& other) {
 /// See GradScalerOptions::agree_found_inf.
 inline void agree_on_flag(const GradScalerOptions& options, const Shards* shards,
                           at::Tensor& found_inf) {
-  if (!options.agree_found_inf) return shards->agree_largest(found_inf);
+  if (!options.agree_found_inf) {
+    if (shards != nullptr) shards->agree_largest(found_inf);
+    return;
+  }
   const at::TensorOptions of_flag = found_inf.options();
   options.agree_found_inf(found_inf);
   TORCHAMP_CHECK(found_inf.defined() && found_inf.numel() == 1,
@@ -115,16 +117,22 @@ inline void agree_on_flag(const GradScalerOptions& options, const Shards* shards
 
 /// One row for each number.
 inline constexpr MeasuredRow measured_rows[] = {
-    {&Measured::found_inf, larger, agree_on_flag},
+    {.number = &Measured::found_inf,
+     .of_both = larger,
+     .has_function =
+         [](const GradScalerOptions& options) { return options.agree_found_inf != nullptr; },
+     .agree = agree_on_flag},
 };
 static_assert(std::size(measured_rows) * sizeof(ReadOnce) == sizeof(Measured),
               "Each number has a row.");
 
-/// Whether the host has all numbers, without a read.
-inline bool is_on_host(const Measured& measured) {
+/// Stores each number's value in ReadOnce::on_host, if the host has all numbers without a read.
+/// Returns whether it has.
+inline bool bring_to_host(Measured& measured) {
   return std::all_of(std::begin(measured_rows), std::end(measured_rows), [&](const auto& row) {
-    const ReadOnce& number = measured.*row.number;
-    return number.without_reading() || !number.tensor.defined();
+    ReadOnce& number = measured.*row.number;
+    number.on_host = number.without_reading();
+    return number.on_host || !number.tensor.defined();
   });
 }
 /// Adds the numbers of an optimizer, without a read.
@@ -170,11 +178,14 @@ inline ScaleMemory<double> initial_memory(const GradScalerOptions& options) {
 }
 
 /// Whether ATen's kernel for torch.amp does the whole update. It does not change torchamp's own
-/// numbers.
+/// numbers. (The structured binding names every option, so a new option does not compile until it
+/// is here. If the kernel does not have the option's effect, compare it with its default.)
 inline bool is_torch_update(const GradScalerOptions& options) {
-  return options.dynamic &&
-         std::none_of(std::begin(scale_memory_rows<double>), std::end(scale_memory_rows<double>),
-                      [&](const auto& row) { return row.wanted && row.wanted(options); });
+  const auto& [init_scale, growth_factor, backoff_factor, growth_interval, enabled, dynamic,
+               min_scale, max_scale, at_min_scale, hysteresis, growth_tracker_start,
+               max_skips_in_a_row, at_max_skips, on_limit, agree_found_inf, recheck, check_order] =
+      options;
+  return dynamic && hysteresis == 1 && growth_tracker_start == 0;
 }
 
 /// The numbers after an iteration. This formula is used on the host for every rule, and on a device

@@ -89,7 +89,7 @@ TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
   }
   if (scale.may_be_below_one()) check_unscaled(batches, found_inf);
   return {.stage = OptimizerState::Stage::unscaled,
-          .measured = Measured(std::move(found_inf)),
+          .measured = scale.measure(std::move(found_inf), batches, Gradients::unscaled),
           .had_gradients = !batches.empty(),
           .gradients = count_gradients(optimizer),
           .moved = gradients_moved(),
@@ -98,7 +98,8 @@ TORCHAMP_BODY OptimizerState unscale_gradients(torch::optim::Optimizer& optimize
 
 /// For GradScalerOptions::recheck: looks at unscaled gradients once more, and leaves it to
 /// agree_for_step to agree anew: see Note [What processes agree on].
-inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState& state) {
+inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState& state,
+                              const LossScale& scale) {
   using Agreement = OptimizerState::Agreement;
   if (state.agreement == Agreement::binding) return;
   const InternalOps guard;
@@ -109,7 +110,7 @@ inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState
   const auto batches = gradients_of(optimizer, HalfGradients::allowed, "GradScaler::step");
   state.had_gradients |= !batches.empty();
   check_unscaled(batches, found_inf);
-  state.measured = Measured(std::move(found_inf));
+  state.measured = scale.measure(std::move(found_inf), batches, Gradients::unscaled);
   state.agreement = Agreement::none;
 }
 
@@ -185,7 +186,7 @@ inline StepDivisor check_before_fused_step(torch::optim::Optimizer& optimizer, c
   if (state.agreement == Agreement::binding) return divisor;
   state.agreement = Agreement::none;
   state.had_gradients = !batches.empty();
-  state.measured = Measured(find_infs(batches, divisor, scale));
+  state.measured = scale.measure(find_infs(batches, divisor, scale), batches, Gradients::scaled);
   return divisor;
 }
 
@@ -203,7 +204,7 @@ inline StepDivisor prepare_gradients(torch::optim::Optimizer& optimizer, bool fu
     return check_before_fused_step(optimizer, deferred_divisor_of(optimizer), state, scale);
   }
   if (!is_unscaled) state = unscale_gradients(optimizer, scale, "GradScaler::step");
-  if (recheck) recheck_gradients(optimizer, state);
+  if (recheck) recheck_gradients(optimizer, state, scale);
   return {};
 }
 

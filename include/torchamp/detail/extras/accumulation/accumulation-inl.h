@@ -176,11 +176,7 @@ TORCHAMP_BODY AccumulationResult Accumulation::step_with_mean() {
   auto kept = std::make_shared<detail::ReadOnce>(sum_->kept());
   at::Tensor skipped;  // memory for the code after the step, which must not fail
   if (kept->tensor.defined()) skipped = at::empty_like(kept->tensor);
-  at::Tensor flag = sum_->give_mean_to(optimizer_, *kept);
-  if (scaler_.is_enabled()) {
-    detail::take_unscaled(detail::ScalerParts::ledger(scaler_), optimizer_, std::move(flag),
-                          sum_->any());
-  }
+  detail::take_unscaled(scaler_, optimizer_, sum_->give_mean_to(optimizer_, *kept));
   try {
     if (before_step_) before_step_();
     const bool steps = scaler_.is_enabled() || sum_->any();

@@ -23,6 +23,7 @@
 #include "torchamp/detail/core/gradients/shards.h"
 #include "torchamp/detail/core/scaler/scaled_loss.h"
 #include "torchamp/detail/core/scaler/step_ledger.h"
+#include "torchamp/detail/extras/accumulation/sum.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
 #include "torchamp/grad_scaler.h"
 #include "torchamp/version.h"
@@ -98,16 +99,20 @@ inline void warn_of_local_gradients(const torch::optim::Optimizer& optimizer, co
              remedy, " This warning is given once.");
 }
 
-/// Makes a "ready" optimizer "unscaled" whose gradients are the program's own, with a flag that
-/// says whether to step.
-inline void take_unscaled(StepLedger& ledger, torch::optim::Optimizer& optimizer,
-                          at::Tensor found_inf, bool had_gradients) {
-  ledger.optimizers.of(optimizer) = {.stage = OptimizerState::Stage::unscaled,
-                                     .measured = Measured(std::move(found_inf)),
-                                     .had_gradients = had_gradients,
-                                     .gradients = count_gradients(optimizer),
-                                     .moved = gradients_moved(),
-                                     .shards = shards_of(optimizer, "GradScaler::step")};
+/// Makes a "ready" optimizer "unscaled" whose gradients are `mean`. Without effect for a disabled
+/// scaler.
+inline void take_unscaled(GradScaler& scaler, torch::optim::Optimizer& optimizer,
+                          GradientSum::Mean mean) {
+  if (!scaler.is_enabled()) return;
+  const InternalOps guard;
+  ScalerParts::ledger(scaler).optimizers.of(optimizer) = {
+      .stage = OptimizerState::Stage::unscaled,
+      .measured = ScalerParts::scale(scaler).measure(std::move(mean.found_inf), mean.gradients,
+                                                     Gradients::unscaled),
+      .had_gradients = !mean.gradients.empty(),
+      .gradients = count_gradients(optimizer),
+      .moved = gradients_moved(),
+      .shards = shards_of(optimizer, "GradScaler::step")};
 }
 
 /// The result for a disabled scaler if there is no gradient to step with.

@@ -102,8 +102,8 @@ TORCHAMP_BODY ReadOnce GradientSum::kept() const {
   return kept;
 }
 
-TORCHAMP_BODY at::Tensor GradientSum::give_mean_to(torch::optim::Optimizer& optimizer,
-                                                   const ReadOnce& kept) const {
+TORCHAMP_BODY GradientSum::Mean GradientSum::give_mean_to(torch::optim::Optimizer& optimizer,
+                                                          const ReadOnce& kept) const {
   check_parameters(optimizer, "flush");
   const InternalOps guard;
   std::vector<Batch> batches;
@@ -114,10 +114,10 @@ TORCHAMP_BODY at::Tensor GradientSum::give_mean_to(torch::optim::Optimizer& opti
     batch.sums.push_back(sum);
     batch.slots.push_back(slot);
   }
-  std::vector<GradientBatch> means;
+  Mean result;
   std::vector<at::Tensor> of_slot(sums_.size());
   for (const Batch& batch : batches) {
-    GradientBatch& mean = means.emplace_back(GradientBatch{{batch.device, batch.dtype}});
+    GradientBatch& mean = result.gradients.emplace_back(GradientBatch{{batch.device, batch.dtype}});
     if (kept.on_host) {
       mean.gradients = at::_foreach_div(batch.sums, *kept.on_host);
     } else {
@@ -131,17 +131,16 @@ TORCHAMP_BODY at::Tensor GradientSum::give_mean_to(torch::optim::Optimizer& opti
           sums_[batch.slots[i]].is_complex() ? at::view_as_complex(values).clone() : values;
     }
   }
-  at::Tensor bad;
   if (kept.tensor.defined()) {
-    bad = kept.tensor.eq(0.).to(at::kFloat);
-    check_finite(means, bad);
+    result.found_inf = kept.tensor.eq(0.).to(at::kFloat);
+    check_finite(result.gradients, result.found_inf);
   }
   const std::vector<at::Tensor> parameters = all_parameters(optimizer);
   for (std::size_t slot = 0; slot < of_slot.size(); ++slot) {
     if (!of_slot[slot].defined()) continue;
     parameters[slot].mutable_grad() = of_slot[slot].to(step_dtype(parameters[slot]));
   }
-  return bad;
+  return result;
 }
 
 TORCHAMP_BODY void GradientSum::Batch::take(const at::Tensor& sum, const at::Tensor& gradient) {

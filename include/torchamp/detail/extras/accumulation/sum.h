@@ -40,10 +40,17 @@ class GradientSum {
   /// How many sets were added.
   ReadOnce kept() const;
 
+  /// A mean over sets of gradients.
+  struct Mean {
+    /// 0-dim fp32: 1 if no set was added, or if the mean is not finite (finite gradients may add up
+    /// to an inf). Undefined if no set had a flag.
+    at::Tensor found_inf{};
+    std::vector<GradientBatch> gradients{};
+  };
+
   /// Sets the parameters' gradients to the mean over `kept` sets, in tensors separate from the
-  /// sums. Returns 0-dim fp32: 1 if no set was added, or if the mean is not finite (finite
-  /// gradients may add up to an inf). Undefined if no set had a flag.
-  at::Tensor give_mean_to(torch::optim::Optimizer& optimizer, const ReadOnce& kept) const;
+  /// sums.
+  Mean give_mean_to(torch::optim::Optimizer& optimizer, const ReadOnce& kept) const;
 
   void clear() { *this = GradientSum(); }
 
