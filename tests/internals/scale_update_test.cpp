@@ -358,8 +358,9 @@ TEST(ScaleUpdate, DoesTheSameOnADeviceAsOnTheHost) {
     device.create(at::kCPU);
     const torch::NoGradGuard no_grad;
     for (const bool bad : random_iterations(random(), 60)) {
-      host = after_update(options, host, measured(bad));
-      device.advance(measured(bad));
+      const Measured iteration = measured(bad);
+      host = after_update(options, host, iteration);
+      device.advance(iteration);
       ASSERT_EQ(device.host(), nullptr);
       expect_same(device.read(), host, options);
     }
@@ -385,8 +386,9 @@ TEST(ScaleUpdate, GoesOnOnADeviceFromWhatAFileAndANewIntervalHaveSet) {
     host.growth_tracker =
         std::min(host.growth_tracker, static_cast<double>(options.growth_interval - 1));
     for (const bool bad : random_iterations(random(), 30)) {
-      host = after_update(options, host, measured(bad));
-      device.advance(measured(bad));
+      const Measured iteration = measured(bad);
+      host = after_update(options, host, iteration);
+      device.advance(iteration);
       expect_same(device.read(), host, options);
     }
   }
@@ -399,8 +401,9 @@ TEST(ScaleUpdate, CountsALargeHysteresisOnADeviceExactly) {
   device.create(at::kCPU);
   const torch::NoGradGuard no_grad;
   for (int i = 1; i <= 3100; ++i) {
-    host = after_update(options, host, measured(/*bad=*/true));
-    device.advance(measured(/*bad=*/true));
+    const Measured iteration = measured(/*bad=*/true);
+    host = after_update(options, host, iteration);
+    device.advance(iteration);
     if (i % 100 != 0 && i < 2990) continue;
     ASSERT_EQ(device.read().credit, host.credit) << i;
     ASSERT_EQ(device.read_scale(), host.scale) << i;

@@ -4,8 +4,6 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <algorithm>
-#include <iterator>
 #include <utility>
 
 #include "torchamp/detail/core/base/tensors.h"
@@ -35,9 +33,10 @@ namespace TORCHAMP_NAMESPACE::detail {
 
 /// Whether other processes must agree.
 inline bool has_others(const OptimizerState& state, const GradScalerOptions& options) {
-  return state.shards ||
-         std::any_of(std::begin(measured_rows), std::end(measured_rows),
-                     [&](const MeasuredRow& row) { return row.has_function(options); });
+  for (const MeasuredRow& row : measured_rows) {
+    if (row.function != nullptr && options.*row.function) return true;
+  }
+  return state.shards != nullptr;
 }
 
 /// Replaces the measured numbers by the numbers of all processes, once.

@@ -179,9 +179,12 @@ TORCHAMP_BODY void GradScaler::update() {
     const detail::InternalOps guard;
     detail::Measured measured = detail::measured_of(ledger_, scale_);
     if (measured.found_inf.tensor.defined()) {
-      // A device changes the scale in place, which results of earlier steps may refer to.
-      if (!scale_.knows(measured)) ledger_.keep_results();
-      met = scale_.update(measured);
+      if (scale_.knows(measured)) {
+        met = scale_.update_on_host(measured);
+      } else {
+        ledger_.keep_results();  // the device changes the scale in place
+        met = scale_.update_on_device(measured);
+      }
     }
   }
   const auto mistakes = ledger_.end_iteration();

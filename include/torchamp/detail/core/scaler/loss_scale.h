@@ -214,17 +214,19 @@ class LossScale {
   /// Whether the host can make this update.
   bool knows(Measured& measured) const { return !on_device_ && bring_to_host(measured); }
 
-  /// Updates the scale after an iteration, without a read. Returns the limits that are met. If a
-  /// limit throws, nothing is changed.
-  ScaleLimits::Met update(Measured& measured) {
+  /// Updates the scale after an iteration, if knows(measured). Returns the limits that are met. If
+  /// a limit throws, nothing is changed.
+  ScaleLimits::Met update_on_host(const Measured& measured) {
+    const ScaleMemory<double> after = after_update(options_, host_, measured);
+    const ScaleLimits::Met met = ScaleLimits::met(options_, host_, after);
+    ScaleLimits::throw_if_met(options_, met);
+    set(after);
+    return met;
+  }
+
+  /// The same on the device, without a read.
+  ScaleLimits::Met update_on_device(const Measured& measured) {
     ScaleLimits::Met met;
-    if (knows(measured)) {
-      const ScaleMemory<double> after = after_update(options_, host_, measured);
-      met = ScaleLimits::met(options_, host_, after);
-      ScaleLimits::throw_if_met(options_, met);
-      set(after);
-      return met;
-    }
     const bool watched = ScaleLimits::watched(options_);
     // The mirror has the numbers of an earlier update, as far as they have arrived: nothing waits.
     if (watched) met = limits_.met_in_mirror(options_);

@@ -12,6 +12,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <functional>
 #include <iterator>
 #include <optional>
 #include <string_view>
@@ -82,8 +83,8 @@ struct MeasuredRow {
   ReadOnce Measured::*number;
   /// The number of two optimizers.
   ReadOnce (*of_both)(const ReadOnce& one, const ReadOnce& other);
-  /// Whether the options have a function by which processes agree on the number.
-  bool (*has_function)(const GradScalerOptions& options);
+  /// The option with a function by which processes agree on the number; null if there is none.
+  std::function<void(at::Tensor&)> GradScalerOptions::*function;
   /// Makes this process's number the number of all processes, by the program's function or by
   /// `shards`, which is null without shards.
   void (*agree)(const GradScalerOptions& options, const Shards* shards, at::Tensor& number);
@@ -119,8 +120,7 @@ inline void agree_on_flag(const GradScalerOptions& options, const Shards* shards
 inline constexpr MeasuredRow measured_rows[] = {
     {.number = &Measured::found_inf,
      .of_both = larger,
-     .has_function =
-         [](const GradScalerOptions& options) { return options.agree_found_inf != nullptr; },
+     .function = &GradScalerOptions::agree_found_inf,
      .agree = agree_on_flag},
 };
 static_assert(std::size(measured_rows) * sizeof(ReadOnce) == sizeof(Measured),
