@@ -123,52 +123,64 @@ inline void recheck_gradients(torch::optim::Optimizer& optimizer, OptimizerState
 // skipped, and the scale backs off until fp32 can hold it. On the host the product is checked
 // directly; on a device the check of the gradients includes it.
 
-/// Whether the scale times `clip`, both on the host, is more than fp32 holds.
-inline bool product_overflows(const LossScale& scale, const Divisor& clip) {
-  if (!clip.defined() || !clip.number.is_cpu() || !scale.scale().is_cpu()) return false;
-  const float one = *scale.scale().const_data_ptr<float>();
-  const float other = *clip.number.const_data_ptr<float>();
-  return std::isfinite(one) && std::isfinite(other) && !std::isfinite(one * other);
-}
+/// What shows whether all gradients that a fused step divides are finite, and whether fp32 holds
+/// the divisor.
+enum class Evidence {
+  overflow,     ///< on the host: fp32 does not hold the divisor
+  all_finite,   ///< on the host: the divisor is finite, so each gradient is
+  two_numbers,  ///< on a device: if the divisor and the norm are finite, each gradient is
+  gradients,    ///< the gradients, and on a device the divisor
+};
 
-/// The divisor, if it has to be checked. On the host, product_overflows() has checked it.
-inline at::Tensor number_to_check(const StepDivisor& divisor) {
-  const bool is_to_check = divisor.clip.defined() && !divisor.clip.may_be_infinite;
-  return is_to_check && !divisor.product.is_cpu() ? divisor.product : at::Tensor();
-}
-
-/// Whether the divisor on the host shows that all gradients are finite: see
-/// Note [One read for norm and check].
-inline bool host_sees_finite(const StepDivisor& divisor) {
-  return divisor.clip.shows_non_finite && divisor.product.is_cpu() &&
-         std::isfinite(*divisor.product.const_data_ptr<float>());
-}
-
-/// Whether a check of the same two numbers on a device replaces the check of all gradients.
-/// clip_norm, in clip_grad.h, sets Divisor::shows_non_finite for this.
-inline bool device_sees_finite(at::Device device, const StepDivisor& divisor) {
-  const at::Tensor& norm = divisor.clip.norm;
-  return divisor.clip.shows_non_finite && number_to_check(divisor).defined() && norm.defined() &&
-         norm.device() == device;
+/// The cheapest evidence that there is. The divisor and the norm of a clip are evidence of the
+/// gradients if Divisor::shows_non_finite says so: see Note [One read for norm and check].
+inline Evidence evidence_of(const StepDivisor& divisor, const at::Tensor& scale) {
+  const Divisor& clip = divisor.clip;
+  if (!clip.defined()) return Evidence::gradients;
+  if (divisor.product.is_cpu()) {
+    const auto is_finite = [](const at::Tensor& number) {
+      return std::isfinite(*number.const_data_ptr<float>());
+    };
+    if (is_finite(divisor.product)) {
+      return clip.shows_non_finite ? Evidence::all_finite : Evidence::gradients;
+    }
+    const bool overflows = clip.number.is_cpu() && is_finite(clip.number) && is_finite(scale);
+    return overflows ? Evidence::overflow : Evidence::gradients;
+  }
+  const bool is_here = clip.norm.defined() && clip.norm.device() == scale.device();
+  return clip.shows_non_finite && !clip.may_be_infinite && is_here ? Evidence::two_numbers
+                                                                   : Evidence::gradients;
 }
 
 /// Returns found_inf: 1 if a gradient, its quotient or the divisor is not finite.
 inline at::Tensor find_infs(const std::vector<GradientBatch>& batches, const StepDivisor& divisor,
                             const LossScale& scale) {
   at::Tensor found_inf = at::zeros({}, scale.scale().options());
-  const at::Device home = found_inf.device();
-  const at::Tensor number = number_to_check(divisor);
-  if (product_overflows(scale, divisor.clip)) {
-    found_inf.fill_(1.);
-  } else if (device_sees_finite(home, divisor)) {
-    // The norm is the program's. The kernel multiplies it by 1, which is not to count as a write.
-    const at::AutoDispatchBelowADInplaceOrView versions_stay;
-    check_numbers({{home, at::kFloat}, {number, divisor.clip.norm}}, scale.one(), found_inf);
-  } else if (!host_sees_finite(divisor)) {
-    // If the scale may be below 1, dividing by it may make an inf of a finite gradient.
-    const at::Tensor divides = scale.may_be_below_one() ? scale.scale() : at::Tensor();
-    check_before_division(batches, {.scale = divides, .number = number, .one = scale.one()},
-                          found_inf);
+  switch (evidence_of(divisor, scale.scale())) {
+    case Evidence::overflow:
+      found_inf.fill_(1.);
+      break;
+    case Evidence::all_finite:
+      break;
+    case Evidence::two_numbers: {
+      // The norm is the program's. The kernel multiplies it by 1, which is not to count as a write.
+      const at::AutoDispatchBelowADInplaceOrView versions_stay;
+      check_numbers({{found_inf.device(), at::kFloat}, {divisor.product, divisor.clip.norm}},
+                    scale.one(), found_inf);
+      break;
+    }
+    case Evidence::gradients: {
+      // If the scale may be below 1, dividing by it may make an inf of a finite gradient.
+      const at::Tensor divides = scale.may_be_below_one() ? scale.scale() : at::Tensor();
+      const bool checks_divisor =
+          divisor.clip.defined() && !divisor.clip.may_be_infinite && !divisor.product.is_cpu();
+      check_before_division(batches,
+                            {.scale = divides,
+                             .number = checks_divisor ? divisor.product : at::Tensor(),
+                             .one = scale.one()},
+                            found_inf);
+      break;
+    }
   }
   return found_inf;
 }
