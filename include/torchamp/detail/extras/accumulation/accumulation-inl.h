@@ -154,7 +154,7 @@ TORCHAMP_BODY std::optional<AccumulationResult> Accumulation::flush() {
     before_step_();
   }
   AccumulationResult result(scaler_.step(optimizer_), window_->pending);
-  clear();
+  clear();  // if update() throws, the next window must not hold these gradients
   try {
     scaler_.update();
   } catch (...) {
