@@ -158,11 +158,15 @@ struct When {
   /// synchronises, so does the step.
   Predicate predicate = nullptr;
 
+  // The structured bindings name every member. So a new member does not compile until each of these
+  // functions has it.
+
   /// Throws if no region fulfils the conditions. `call` begins the error text.
   void check(const std::string& call) const {
-    const bool is_possible =
-        !dtype || *dtype == at::kHalf || *dtype == at::kBFloat16 || *dtype == at::kFloat;
-    TORCHAMP_CHECK(is_possible, call, ": When::dtype is ", c10::toString(*dtype),
+    const auto& [only_dtype, only_if] = *this;
+    const bool is_possible = !only_dtype || *only_dtype == at::kHalf ||
+                             *only_dtype == at::kBFloat16 || *only_dtype == at::kFloat;
+    TORCHAMP_CHECK(is_possible, call, ": When::dtype is ", c10::toString(*only_dtype),
                    ", but no region has that dtype. Pass torch::kHalf, torch::kBFloat16 or, for "
                    "CUDA regions, torch::kFloat.");
   }
@@ -171,9 +175,11 @@ struct When {
   /// Whether the rule holds for every call.
   bool always() const { return *this == When(); }
   /// Whether the rule can hold for a call in a region of this dtype.
-  bool may_hold_in(at::ScalarType region_dtype) const { return !dtype || *dtype == region_dtype; }
-  /// Whether the rule holds for this call in a region of this dtype. (The structured binding names
-  /// every member, so a new member does not compile until it is here.)
+  bool may_hold_in(at::ScalarType region_dtype) const {
+    const auto& [only_dtype, only_if] = *this;
+    return !only_dtype || *only_dtype == region_dtype;
+  }
+  /// Whether the rule holds for this call in a region of this dtype.
   bool holds(at::ScalarType region_dtype, const OpCall& call) const {
     const auto& [only_dtype, only_if] = *this;
     return (!only_dtype || *only_dtype == region_dtype) && (!only_if || only_if(call));

@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "support/cpu_dtypes.h"
+#include "support/devices.h"
 #include "support/expect_error.h"
 #include "support/thread_state.h"
 #include "support/warnings.h"
@@ -39,6 +40,14 @@ TEST(AutocastGuard, TakesADeviceWhereverItTakesAType) {
     EXPECT_EQ(mm_dtype(), at::kHalf);
   }
   EXPECT_EQ(ThreadState(), before);
+}
+
+TEST(AutocastGuard, AddsNumbersOfHostAndDeviceInFp32) {
+  SKIP_WITHOUT(at::kPrivateUse1);
+  const at::Tensor host = at::full({}, 2., at::kHalf), device = host.to(at::kPrivateUse1);
+  const AutocastGuard guard(at::kPrivateUse1);
+  EXPECT_EQ((host + device).scalar_type(), at::kFloat);
+  EXPECT_EQ((device + host).scalar_type(), at::kFloat);
 }
 
 TEST(AutocastGuard, ADeviceWithoutAutocastIsAnError) {

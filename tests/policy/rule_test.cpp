@@ -4,8 +4,10 @@
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/record_function.h>
+#include <gmock/gmock.h>
 #include <gtest/gtest.h>
 
+#include <cstddef>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -53,6 +55,15 @@ TEST(Conditions, HoldForTheirCallsOnlyAndIfAllOthersHold) {
     EXPECT_TRUE(holds(one.when, one.holds));
     EXPECT_FALSE(holds(one.when, one.fails));
   }
+}
+
+TEST(Conditions, HaveARowForEachMember) {
+  std::vector<bool> tested(torchamp::set_members({}).size());
+  for (const torchamp::Condition& one : torchamp::conditions()) {
+    const std::vector<bool> set = torchamp::set_members(one.when);
+    for (std::size_t i = 0; i < set.size(); ++i) tested[i] = tested[i] || set[i];
+  }
+  EXPECT_THAT(tested, testing::Each(true));
 }
 
 TEST(Conditions, AreEqualIfTheirValuesAre) {
@@ -106,11 +117,14 @@ TEST(Conditions, OfSeveralKindsComeBackFromThePolicysText) {
 
 TEST(Conditions, ThatAreUnknownAreErrorsThatListTheConditions) {
   for (const std::string wrong : {"int8", "float16 bfloat16", "float16!"}) {
-    const std::string error = "has the condition '" + wrong + "'; the conditions are float16, ";
+    const std::string error = "has the condition '" + wrong + "'; the conditions are ";
     for (const std::string& text : {wrong, "float16 and " + wrong}) {
       EXPECT_ERROR((void)torchamp::parse_policy("policy torch\nfp32 when " + text + ": mm\n"),
                    error);
     }
+  }
+  for (const torchamp::Condition& one : torchamp::conditions()) {
+    EXPECT_ERROR((void)torchamp::parse_policy("policy torch\nfp32 when int8: mm\n"), one.form);
   }
   for (const std::string text : {"", " and", " float16 and", " and float16"}) {
     EXPECT_ERROR((void)torchamp::parse_policy("policy torch\nfp32 when" + text + ": mm\n"),

@@ -25,9 +25,17 @@ struct Condition {
   When when;
   When other;        ///< another value of the member
   std::string text;  ///< of `when`, in a policy's text
+  std::string form;  ///< in errors that list the conditions
   ConditionCall holds, fails;
   std::vector<std::pair<When, std::string>> refused{};  ///< values that are errors, and their texts
 };
+
+/// Which members are set, except the predicate. (The structured binding names every member, so a
+/// new member does not compile until it is here.)
+inline std::vector<bool> set_members(const When& when) {
+  const auto& [dtype, predicate] = when;
+  return {dtype.has_value()};
+}
 
 /// All conditions that are data, in the order of the members; at least one row for each member.
 inline std::vector<Condition> conditions() {
@@ -36,6 +44,7 @@ inline std::vector<Condition> conditions() {
        .when = {.dtype = at::kHalf},
        .other = {.dtype = at::kBFloat16},
        .text = "float16",
+       .form = "float16",
        .holds = {.region_dtype = at::kHalf},
        .fails = {.region_dtype = at::kBFloat16},
        .refused = {{{.dtype = at::kDouble}, "When::dtype is Double, but no region has that dtype"},
@@ -46,12 +55,14 @@ inline std::vector<Condition> conditions() {
        .when = {.dtype = at::kBFloat16},
        .other = {.dtype = at::kFloat},
        .text = "bfloat16",
+       .form = "bfloat16",
        .holds = {.region_dtype = at::kBFloat16},
        .fails = {.region_dtype = at::kFloat}},
       {.member = "dtype",
        .when = {.dtype = at::kFloat},
        .other = {.dtype = at::kHalf},
        .text = "float32",
+       .form = "float32",
        .holds = {.region_dtype = at::kFloat},
        .fails = {.region_dtype = at::kHalf}},
   };

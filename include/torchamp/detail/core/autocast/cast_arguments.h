@@ -315,6 +315,9 @@ class CastArguments {
       const at::Tensor& tensor = value.toTensor();
       if (tensor.layout() != at::kStrided) return false;
       if (!tensor.is_floating_point()) continue;
+      const bool is_wide =
+          tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble;
+      if (!is_wide && !call.can_cast(tensor)) continue;  // a host's number, next to a device's
       const bool has_dims = tensor.dim() > 0;
       if (chosen && has_dims < chosen_has_dims) continue;
       if (!chosen || has_dims > chosen_has_dims) {
@@ -322,7 +325,7 @@ class CastArguments {
         chosen_has_dims = has_dims;
         wide = false;
       }
-      wide = wide || tensor.scalar_type() == at::kFloat || tensor.scalar_type() == at::kDouble;
+      wide = wide || is_wide;
     }
     if (chosen && !wide) {
       *chosen = at::autocast::cached_cast(at::kFloat, chosen->toTensor(), call.device);
