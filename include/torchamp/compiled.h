@@ -64,5 +64,7 @@ namespace detail {
 inline const bool environment_names_files = let_environment_name_files();
 }
 
-TORCHAMP_FUSED_OPTIMIZERS(template)
+#define TORCHAMP_DEFINE_OPTIMIZER(kernel) template class FusedOptimizerOf<detail::kernel>;
+TORCHAMP_FOR_EACH_KERNEL(TORCHAMP_DEFINE_OPTIMIZER)
+#undef TORCHAMP_DEFINE_OPTIMIZER
 }  // namespace TORCHAMP_NAMESPACE

@@ -2,19 +2,15 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <ATen/core/ivalue.h>
 #include <c10/util/Exception.h>
 #include <torch/arg.h>
-#include <torch/optim/optimizer.h>
-#include <torch/serialize/archive.h>
 
-#include <cstddef>
+#include <array>
 #include <cstdint>
-#include <iterator>
-#include <string>
 #include <tuple>
 
 #include "torchamp/detail/core/base/text.h"
+#include "torchamp/detail/core/optim/stored_fields.h"
 #include "torchamp/version.h"
 
 /// @file
@@ -26,12 +22,7 @@ namespace TORCHAMP_NAMESPACE {
 /// MuonOptions, all their values apply to it, even values that were not set. (If LibTorch's own
 /// options of a group leave values out, LibTorch 2.15 takes these values from the optimizer's
 /// defaults.)
-struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions> {
-  /// @cond
-  /// In archives, an option that no other optimizer has.
-  static constexpr const char* only_option = "ns_coefficients";
-  /// @endcond
-
+struct MuonOptions : public detail::StoredOptions<MuonOptions> {
   /// How the learning rate depends on the shape of a matrix of A rows and B columns.
   enum class AdjustLr {
     original,            ///< lr * sqrt(max(1, A / B))
@@ -68,39 +59,6 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
 
   /// @}
 
- private:
-  /// In the order of `names`.
-  template <class Self>
-  static auto all(Self& o) {
-    return std::tie(o.lr_, o.weight_decay_, o.momentum_, o.nesterov_, o.ns_coefficients_, o.eps_,
-                    o.ns_steps_, o.adjust_lr_);
-  }
-  static constexpr const char* names[] = {"lr",       "weight_decay",    "momentum",
-                                          "nesterov", "ns_coefficients", "eps",
-                                          "ns_steps", "adjust_lr"};
-  /// In the order of AdjustLr.
-  static constexpr const char* adjustments[] = {"original", "match_rms_adamw",
-                                                "spectral_unclamped"};
-
-  template <class T>
-  static c10::IValue written(const T& value) {
-    return value;
-  }
-  static c10::IValue written(AdjustLr value) {
-    return std::string(adjustments[static_cast<std::size_t>(value)]);
-  }
-  template <class T>
-  static void read_option(const c10::IValue& stored, T& value) {
-    value = stored.to<T>();
-  }
-  static void read_option(const c10::IValue& stored, AdjustLr& value) {
-    std::size_t i = 0;
-    while (i < std::size(adjustments) && stored.toStringRef() != adjustments[i]) ++i;
-    TORCHAMP_CHECK(i < std::size(adjustments), "MuonOptions: the archive's adjust_lr is '",
-                   detail::shorten(stored.toStringRef()), "', which this version does not have.");
-    value = static_cast<AdjustLr>(i);
-  }
-
  public:
   /// Throws for an option that is out of range.
   void check() const {
@@ -116,48 +74,38 @@ struct MuonOptions : public torch::optim::OptimizerCloneableOptions<MuonOptions>
                          ". It must be at least 0 and below 100.");
   }
 
-  /// Reads all options; an error if one is missing.
-  void serialize(torch::serialize::InputArchive& archive) override {
-    std::size_t next = 0;
-    const auto read = [&](auto& value) {
-      c10::IValue stored;
-      archive.read(names[next++], stored);
-      read_option(stored, value);
-    };
-    std::apply([&](auto&... value) { (read(value), ...); }, all(*this));
+  /// @cond
+  template <class Self>
+  static auto fields(Self& o) {
+    using detail::Field;
+    return std::tuple{Field{"lr", o.lr()},
+                      Field{"weight_decay", o.weight_decay()},
+                      Field{"momentum", o.momentum()},
+                      Field{"nesterov", o.nesterov()},
+                      Field{"ns_coefficients", o.ns_coefficients()},
+                      Field{"eps", o.eps()},
+                      Field{"ns_steps", o.ns_steps()},
+                      Field{"adjust_lr", o.adjust_lr()}};
   }
-  /// Writes all options.
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    std::size_t next = 0;
-    const auto write = [&](const auto& value) { archive.write(names[next++], written(value)); };
-    std::apply([&](const auto&... value) { (write(value), ...); }, all(*this));
+  /// In the order of AdjustLr.
+  static constexpr auto names_of(AdjustLr) {
+    return std::array{"original", "match_rms_adamw", "spectral_unclamped"};
   }
-  /// The learning rate, for LibTorch's schedulers.
-  double get_lr() const override { return lr(); }
-  /// Sets the learning rate, for LibTorch's schedulers.
-  void set_lr(const double lr) override { lr_ = lr; }
-
-  /// Whether all options are equal.
-  friend bool operator==(const MuonOptions& a, const MuonOptions& b) { return all(a) == all(b); }
+  /// @endcond
 };
 
 /// What FusedMuon stores for a parameter.
-struct MuonParamState : public torch::optim::OptimizerCloneableParamState<MuonParamState> {
+struct MuonParamState : public detail::StoredState<MuonParamState> {
   /// The momentum, of the parameter's shape.
   TORCH_ARG(at::Tensor, momentum_buffer);
 
  public:
-  /// Reads the momentum, if the archive has one.
-  void serialize(torch::serialize::InputArchive& archive) override {
-    c10::IValue stored;
-    if (archive.try_read("momentum_buffer", stored)) momentum_buffer_ = stored.toTensor();
+  /// @cond
+  template <class Self>
+  static auto fields(Self& state) {
+    return std::tuple{detail::Field{"momentum_buffer", state.momentum_buffer()}};
   }
-  /// Writes the momentum, if there is one.
-  void serialize(torch::serialize::OutputArchive& archive) const override {
-    if (momentum_buffer_.defined()) {
-      archive.write("momentum_buffer", c10::IValue(momentum_buffer_));
-    }
-  }
+  /// @endcond
 };
 
 }  // namespace TORCHAMP_NAMESPACE

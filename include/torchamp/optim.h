@@ -77,7 +77,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
   /// Like torch::optim::Optimizer::add_param_group, with the constructor's errors.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     check_group(group, param_groups_.size());
-    add_with_options(group);
+    detail::add_group(*this, group);
     note_weights();
   }
 
@@ -121,7 +121,7 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
   FusedOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                  std::unique_ptr<torch::optim::OptimizerOptions> defaults)
       : Optimizer(detail::ParamGroups(), std::move(defaults)) {
-    for (const auto& group : groups) add_with_options(group);
+    for (const auto& group : groups) detail::add_group(*this, group);
   }
   /// One group of `params`.
   FusedOptimizer(std::vector<at::Tensor> params,
@@ -154,12 +154,6 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
   void step_and_forget_clip(const detail::StepDivisor& divisor, const at::Tensor& found_inf,
                             bool is_exact);
   static void check_scalar(const at::Tensor& tensor, const char* name);
-
-  void add_with_options(const torch::optim::OptimizerParamGroup& group) {
-    Optimizer::add_param_group(group);
-    if (!group.has_options() || detail::is_known_to_libtorch(group.options())) return;
-    param_groups_.back().set_options(group.options().clone());
-  }
 
   bool drops_gradients_ = false;
 };
@@ -271,6 +265,8 @@ using FusedMuon = FusedOptimizerOf<detail::MuonKernel>;
 #ifdef TORCHAMP_COMPILED
 namespace TORCHAMP_NAMESPACE {
 
-TORCHAMP_FUSED_OPTIMIZERS(extern template)
+#define TORCHAMP_DECLARE_OPTIMIZER(kernel) extern template class FusedOptimizerOf<detail::kernel>;
+TORCHAMP_FOR_EACH_KERNEL(TORCHAMP_DECLARE_OPTIMIZER)
+#undef TORCHAMP_DECLARE_OPTIMIZER
 }  // namespace TORCHAMP_NAMESPACE
 #endif

@@ -36,7 +36,7 @@ constexpr std::string_view core_layers[] = {"base",   "runtime",     "products",
 constexpr std::string_view whole_core = "torchamp.h";
 
 /// The topic of the public headers whose path below torchamp/ begins with `begins`. The longest
-/// `begins` decides.
+/// `begins` decides. Other public headers have the topic of the public header that exports them.
 struct PublicHeaders {
   std::string_view begins;
   std::string_view topic;
@@ -45,14 +45,12 @@ constexpr PublicHeaders public_headers[] = {
     {"version.h", "base"},
     {"cpu_products.h", "products"},
     {"ops.h", "policy"},
-    {"rule.h", "policy"},
     {"policy.h", "policy"},
     {"autocast.h", "autocast"},
     {"autocast_state.h", "autocast"},
     {"cast_cache.h", "autocast"},
     {"missing_gradients.h", "gradients"},
     {"scaled_step.h", "gradients"},
-    {"muon_options.h", "optim"},
     {"optim.h", "optim"},
     {"clip_grad.h", "scaler"},
     {"grad_scaler.h", "scaler"},
@@ -75,7 +73,6 @@ constexpr PublicHeaders public_headers[] = {
     {"lr_scheduler.h", "lr_scheduler"},
     {"split_for_muon.h", "split_for_muon"},
     // labs
-    {"labs/audit_row.h", "audit"},
     {"labs/precision_audit.h", "audit"},
     {"labs/fp8", "fp8"},
     {"labs/module_policy.h", "modules"},
@@ -144,6 +141,20 @@ Names brought_by(const std::string& header) {
   return brought;
 }
 
+/// The public headers that export another public header, by the exported header.
+const std::map<std::string, std::string>& exporters() {
+  static const auto all = [] {
+    std::map<std::string, std::string> names;
+    for (const auto& [name, text] : headers()) {
+      if (name.find("detail/") != name.npos) continue;
+      const std::string line = R"(^#include "torchamp/([^"]+)\" +// IWYU pragma: export)";
+      for (const std::string& exported : matches(text, line)) names[exported] = name;
+    }
+    return names;
+  }();
+  return all;
+}
+
 /// "policy" of "detail/core/policy/rules.h", and of "policy.h"; empty of an unknown public header.
 std::string topic_of(std::string_view header) {
   for (const std::string_view folder : {"detail/core/", "detail/extras/", "labs/detail/"}) {
@@ -155,7 +166,9 @@ std::string topic_of(std::string_view header) {
   for (const PublicHeaders& one : public_headers) {
     if (header.starts_with(one.begins) && one.begins.size() > best.begins.size()) best = one;
   }
-  return std::string(best.topic);
+  if (!best.topic.empty()) return std::string(best.topic);
+  const auto exporter = exporters().find(std::string(header));
+  return exporter == exporters().end() ? "" : topic_of(exporter->second);
 }
 
 /// The index of the header's layer; the number of layers for an extra.
@@ -306,6 +319,15 @@ TEST(House, NoTwoTopicsIncludeOrDeclareWhatIsInEachOther) {
     }
   }
   EXPECT_THAT(mutual, testing::IsEmpty());
+}
+
+// The list of kernels is used for error texts and archives, and to compile the optimizers once.
+TEST(House, EveryFusedOptimizerIsInTheListOfKernels) {
+  const auto texts = headers();
+  const Names used =
+      matches(texts.at("optim.h"), R"(^using Fused\w+ = FusedOptimizerOf<detail::(\w+)>;)");
+  EXPECT_FALSE(used.empty());
+  EXPECT_EQ(used, matches(texts.at("detail/core/optim/kernels.h"), R"(\bf\((\w+)\))"));
 }
 
 // A reader looks for a Note by its title, so a title stands in one line, once as a title.

@@ -7,6 +7,7 @@
 #include <ATen/ops/full.h>
 #include <ATen/ops/where.h>
 #include <c10/core/ScalarType.h>
+#include <c10/util/Exception.h>
 
 #include <cstddef>
 #include <cstdint>
@@ -48,8 +49,12 @@ class FlatStep {
   }
 
   /// How often the parameters have been stepped, this step included unless it is skipped. Only of a
-  /// list with a counter: of a kernel that is `apart`, or whose `op` the device lacks.
-  at::Tensor count() const { return list_.counter->value.to(params.scalar_type()); }
+  /// list with a counter: of a kernel that is `apart`, that has no `op`, or whose `op` the device
+  /// lacks.
+  at::Tensor count() const {
+    TORCH_INTERNAL_ASSERT(list_.counter, "the kernel's state has no step");
+    return list_.counter->value.to(params.scalar_type());
+  }
 
   /// Adds `weight` times the parameters to the gradients.
   void decay(double weight) const {

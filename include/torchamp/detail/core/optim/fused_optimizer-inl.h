@@ -26,6 +26,7 @@
 #include "torchamp/detail/core/gradients/deferred_clip.h"
 #include "torchamp/detail/core/gradients/separate.h"
 #include "torchamp/detail/core/gradients/written_weights.h"
+#include "torchamp/detail/core/optim/option_names.h"
 #include "torchamp/optim.h"
 #include "torchamp/version.h"
 
@@ -105,6 +106,7 @@ void FusedOptimizerOf<Kernel>::load(torch::serialize::InputArchive& archive) {
     // Without it, LibTorch assumes an archive of version 1.4 or older.
     c10::IValue version;
     archive.read("pytorch_version", version);
+    detail::check_option_names<Options>(archive);
     loaded.load(archive);
   } catch (const std::exception& error) {
     const auto* const own = dynamic_cast<const c10::Error*>(&error);

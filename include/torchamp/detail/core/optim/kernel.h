@@ -12,6 +12,7 @@
 
 #include "torchamp/detail/core/optim/device_scalars.h"
 #include "torchamp/detail/core/optim/step_list.h"
+#include "torchamp/detail/core/optim/stored_fields.h"
 
 namespace TORCHAMP_NAMESPACE::detail {
 
@@ -33,12 +34,14 @@ namespace TORCHAMP_NAMESPACE::detail {
 ///     counts_first_only  whether step() needs the counter only to check for the first step; the
 ///                        counter then counts earlier steps, until one was surely taken
 ///     op                 ATen's op that step() calls, or null. If the device lacks the op,
-///                        list.lacks_op is true, and all parameters of a list have one count
+///                        list.lacks_op is true. In both cases all parameters of a list have one
+///                        count
 ///     elementwise        whether step() treats each element independently; then step() may be
 ///                        called with parts of parameters
 ///     why_not(param)     why step() cannot take a parameter; empty if it can
 ///
-/// Derive from KernelBase, which has the members that most kernels share.
+/// Derive from KernelBase, which has the members that most kernels share, or from StoredKernelBase
+/// if LibTorch lacks the optimizer.
 ///
 /// step() divides the gradients by scalars.grad_scale(), if it is set, and changes nothing if
 /// scalars.found_inf() is set and 1. Counters other than counts_first_only already include the
@@ -64,7 +67,8 @@ concept OptimizerKernel = std::derived_from<typename K::LibTorch, torch::optim::
   K::step(options, list, scalars);
 };
 
-/// The common part of most kernels.
+/// The common part of most kernels. If the state lists its fields, they are its kinds of tensors.
+/// If the state has no step(), steps are not counted.
 template <class LibTorch_, class Options_, class State_>
 struct KernelBase {
   using LibTorch = LibTorch_;
@@ -76,13 +80,27 @@ struct KernelBase {
   static constexpr bool elementwise = false;
 
   static std::string why_not(const at::Tensor&) { return ""; }
+  static std::size_t kinds(const Options&) requires HasFields<State> {
+    return number_of_tensors<State>();
+  }
+  static at::Tensor& tensor(State& state, std::size_t kind) requires HasFields<State> {
+    return tensor_of(state, kind);
+  }
   static at::Tensor initial(std::size_t, const at::Tensor& param, const Options&) {
     return at::zeros_like(param);
   }
-  static bool counted(const Options&) { return true; }
+  static bool counted(const Options&) { return has_step; }
   static bool uses_counter(const Options&) { return true; }
-  static int64_t steps(const State& s) { return s.step(); }
-  static void set_steps(State& s, int64_t steps) { s.step(steps); }
+  static int64_t steps(const State& s) {
+    if constexpr (has_step) return s.step();
+    return 0;
+  }
+  static void set_steps(State& s, int64_t steps) {
+    if constexpr (has_step) s.step(steps);
+  }
+
+ private:
+  static constexpr bool has_step = requires(const State& s) { s.step(); };
 };
 
 }  // namespace TORCHAMP_NAMESPACE::detail

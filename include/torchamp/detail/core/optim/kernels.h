@@ -7,12 +7,18 @@
 #include "torchamp/detail/core/optim/adam_kernels.h"    // IWYU pragma: export
 #include "torchamp/detail/core/optim/kernel.h"          // IWYU pragma: export
 #include "torchamp/detail/core/optim/muon_kernel.h"     // IWYU pragma: export
-#include "torchamp/detail/core/optim/sgd_kernel.h"      // IWYU pragma: export
+#include "torchamp/detail/core/optim/option_names.h"
+#include "torchamp/detail/core/optim/sgd_kernel.h"  // IWYU pragma: export
+#include "torchamp/detail/core/optim/stored_fields.h"
+
+/// The list of the fused optimizers: calls the macro `f` with each kernel.
+#define TORCHAMP_FOR_EACH_KERNEL(f) \
+  f(AdamKernel) f(AdamWKernel) f(SgdKernel) f(AdagradKernel) f(MuonKernel)
 
 namespace TORCHAMP_NAMESPACE::detail {
 
-/// The names of the fused optimizers.
-template <class... Kernels>
+/// The names of the fused optimizers. The first type is not a kernel.
+template <class, class... Kernels>
 struct KernelNames {
   /// For error texts: "FusedAdam, FusedAdamW or FusedSGD". `elementwise_only`: only optimizers that
   /// treat each element independently.
@@ -27,31 +33,23 @@ struct KernelNames {
     return names + " or " + last;
   }
 
-  /// The name of the optimizer whose options have `has(option)`; empty if it is none that LibTorch
-  /// lacks.
-  template <class Has>
-  static std::string of_options(const Has& has) {
+  /// The name of the optimizer that LibTorch lacks and whose options have these names; empty if
+  /// there is none.
+  static std::string of_options(const OptionNames& names) {
     std::string found;
     const auto look = [&]<class Kernel>(const Kernel*) {
-      if constexpr (requires { Kernel::LibTorch::only_option; }) {
-        if (has(Kernel::LibTorch::only_option)) found = Kernel::name;
+      using Options = typename Kernel::Options;
+      if constexpr (HasFields<Options>) {
+        if (names == option_names<Options>()) found = Kernel::name;
       }
     };
     (look(static_cast<const Kernels*>(nullptr)), ...);
     return found;
   }
 };
-using FusedNames = KernelNames<AdamKernel, AdamWKernel, SgdKernel, AdagradKernel, MuonKernel>;
+
+#define TORCHAMP_NEXT_KERNEL(kernel) , kernel
+using FusedNames = KernelNames<void TORCHAMP_FOR_EACH_KERNEL(TORCHAMP_NEXT_KERNEL)>;
+#undef TORCHAMP_NEXT_KERNEL
 
 }  // namespace TORCHAMP_NAMESPACE::detail
-
-/// With TORCHAMP_COMPILED, compiled.h defines these templates for all programs, and optim.h
-/// declares them: `define` is `template` or `extern template`.
-// NOLINTBEGIN(bugprone-macro-parentheses): `define` is no expression
-#define TORCHAMP_FUSED_OPTIMIZERS(define)               \
-  define class FusedOptimizerOf<detail::AdamKernel>;    \
-  define class FusedOptimizerOf<detail::AdamWKernel>;   \
-  define class FusedOptimizerOf<detail::SgdKernel>;     \
-  define class FusedOptimizerOf<detail::AdagradKernel>; \
-  define class FusedOptimizerOf<detail::MuonKernel>;
-// NOLINTEND(bugprone-macro-parentheses)

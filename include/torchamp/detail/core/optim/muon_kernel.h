@@ -21,7 +21,6 @@
 #include "torchamp/detail/core/gradients/shards.h"
 #include "torchamp/detail/core/optim/device_scalars.h"
 #include "torchamp/detail/core/optim/flat_step.h"
-#include "torchamp/detail/core/optim/kernel.h"
 #include "torchamp/detail/core/optim/step_list.h"
 #include "torchamp/detail/core/optim/stored_optimizer.h"
 #include "torchamp/detail/core/products/cpu_products.h"
@@ -42,17 +41,9 @@ namespace TORCHAMP_NAMESPACE::detail {
 //
 // A step multiplies in bf16 without a guard, so it decides how a CPU computes these products: see
 // Note [Products on CPUs].
-struct MuonKernel
-    : KernelBase<StoredOptimizer<MuonOptions, MuonParamState>, MuonOptions, MuonParamState> {
+struct MuonKernel : StoredKernelBase<MuonOptions, MuonParamState> {
   static constexpr const char* name = "FusedMuon";
   static constexpr int64_t max_batch_elements = int64_t{1} << 25;
-
-  static std::size_t kinds(const Options&) { return 1; }
-  static at::Tensor& tensor(State& s, std::size_t) { return s.momentum_buffer(); }
-  // The momentum starts as 0, and no number of a step depends on how many there were.
-  static bool counted(const Options&) { return false; }
-  static int64_t steps(const State&) { return 0; }
-  static void set_steps(State&, int64_t) {}
 
   static std::string why_not(const at::Tensor& param) {
     if (shards_of(param)) {

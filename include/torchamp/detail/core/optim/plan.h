@@ -263,7 +263,7 @@ class StepPlan {
     const auto counter = use.counted ? counters_.of(key) : nullptr;
     constexpr bool has_op = Kernel::op != nullptr;
     const bool is_lacked = has_op && !has_fused_kernel(Kernel::op, param);
-    const bool is_apart = (Kernel::apart || is_lacked) && use.uses_counter;
+    const bool is_apart = (Kernel::apart || !has_op || is_lacked) && use.uses_counter;
     StepList& list = group_of(lists_, StepKey{TensorKind::of(param), group,
                                               is_apart ? counter : nullptr, step_method_of(param)});
     if (list.params.empty()) {

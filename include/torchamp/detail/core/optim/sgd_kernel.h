@@ -45,7 +45,6 @@ struct SgdKernel
   static bool counted(const Options& o) { return o.momentum() != 0; }
   static bool uses_counter(const Options& o) { return counted(o) && o.dampening() != 0; }
   static int64_t steps(const State& s) { return s.momentum_buffer().defined() ? 1 : 0; }
-  static void set_steps(State&, int64_t) {}
 
   static void step(const Options& o, const StepList& list, const StepScalars& scalars) {
     if (list.lacks_op || (cpu_loses_16_bit_steps && list.device.is_cpu() && is_16_bit(list.dtype)))

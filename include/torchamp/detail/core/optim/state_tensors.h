@@ -14,6 +14,7 @@
 #include <tuple>
 #include <vector>
 
+#include "torchamp/detail/core/optim/stored_fields.h"
 #include "torchamp/version.h"
 
 namespace TORCHAMP_NAMESPACE::detail {
@@ -60,11 +61,17 @@ inline auto tensors_of(torch::optim::LBFGSParamState&) {
   return std::tuple<>();
 }
 
-/// Calls f with each defined tensor that LibTorch's own optimizers store for a parameter in its
-/// shape and write in place; with none of LBFGS's state. If the state is of another kind, returns
-/// false and does not call f.
+/// Calls f with each defined tensor in the state that has the parameter's shape and is written in
+/// place; with none of LBFGS's state. If the state neither is LibTorch's nor lists its tensors,
+/// returns false and does not call f.
 template <class F>
 bool for_each_state_tensor(torch::optim::OptimizerParamState& state, const F& f) {
+  if (auto* const of_tensors = dynamic_cast<StateOfTensors*>(&state)) {
+    of_tensors->for_each_tensor([&f](at::Tensor& tensor) {
+      if (tensor.defined()) f(tensor);
+    });
+    return true;
+  }
   return any_libtorch_kind([&]<class Kind>(Kind) {
     auto* const own = dynamic_cast<typename Kind::State*>(&state);
     if (!own) return false;
@@ -80,6 +87,14 @@ inline bool is_known_to_libtorch(const torch::optim::OptimizerOptions& options) 
   return any_libtorch_kind([&options]<class Kind>(Kind) {
     return dynamic_cast<const typename Kind::Options*>(&options) != nullptr;
   });
+}
+
+/// Adds a group with its own options to an optimizer, whatever the type of the options.
+inline void add_group(torch::optim::Optimizer& optimizer,
+                      const torch::optim::OptimizerParamGroup& group) {
+  optimizer.add_param_group(group);
+  if (!group.has_options() || is_known_to_libtorch(group.options())) return;
+  optimizer.param_groups().back().set_options(group.options().clone());
 }
 
 /// The parameters of all groups, one group after the other.

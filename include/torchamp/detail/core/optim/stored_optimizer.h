@@ -10,22 +10,22 @@
 #include <memory>
 #include <vector>
 
-#include "torchamp/version.h"
+#include "torchamp/detail/core/optim/kernel.h"
+#include "torchamp/detail/core/optim/state_tensors.h"
 
 namespace TORCHAMP_NAMESPACE::detail {
 
 /// Stands for an optimizer that LibTorch lacks: checks its options, by their check(), and reads and
-/// writes archives as LibTorch's optimizers do. It does not step. `Options::only_option` names an
-/// option that no other optimizer has, by which a load recognises the options.
+/// writes archives as LibTorch's optimizers do. It does not step.
 template <class Options, class State>
-class StoredOptimizer final : public torch::optim::Optimizer {
+class StoredOptimizer : public torch::optim::Optimizer {
  public:
-  static constexpr const char* only_option = Options::only_option;
-
   StoredOptimizer(const std::vector<torch::optim::OptimizerParamGroup>& groups,
                   const Options& defaults)
-      : Optimizer(groups, std::make_unique<Options>(defaults)) {
+      : Optimizer(std::vector<torch::optim::OptimizerParamGroup>(),
+                  std::make_unique<Options>(defaults)) {
     defaults.check();
+    for (const auto& group : groups) add_group(*this, group);
   }
 
   at::Tensor step(LossClosure /*closure*/ = nullptr) override {
@@ -39,5 +39,9 @@ class StoredOptimizer final : public torch::optim::Optimizer {
     torch::optim::serialize<State, Options>(archive, *this);
   }
 };
+
+/// Base of the kernel of an optimizer that LibTorch lacks.
+template <class Options, class State>
+using StoredKernelBase = KernelBase<StoredOptimizer<Options, State>, Options, State>;
 
 }  // namespace TORCHAMP_NAMESPACE::detail

@@ -38,6 +38,7 @@
 #include "torchamp/detail/core/base/text.h"
 #include "torchamp/detail/core/gradients/attached.h"
 #include "torchamp/detail/core/optim/kernels.h"
+#include "torchamp/detail/core/optim/option_names.h"
 #include "torchamp/detail/core/optim/state_tensors.h"
 #include "torchamp/detail/extras/io/archive_file.h"
 #include "torchamp/detail/extras/shared/master_meta.h"
@@ -197,14 +198,11 @@ inline std::string kind_of_options(torch::serialize::InputArchive& archive) {
                                                            {"lr_decay", "an Adagrad"},
                                                            {"centered", "an RMSprop"},
                                                            {"max_iter", "an LBFGS"}};
-  const auto has = [&archive](const char* key) {
-    c10::IValue option;
-    return archive.try_read(key, option);
-  };
-  const std::string fused = FusedNames::of_options(has);
+  const OptionNames names = names_in(archive);
+  const std::string fused = FusedNames::of_options(names);
   if (!fused.empty()) return "a " + fused;
   for (const auto& [key, kind] : kinds) {
-    if (has(key)) return kind;
+    if (names.contains(key)) return kind;
   }
   return {};
 }
@@ -216,20 +214,11 @@ struct OptimizerShape {
 
   /// Throws for an archive that no optimizer of LibTorch has written.
   static OptimizerShape of(torch::serialize::InputArchive& archive) {
-    torch::serialize::InputArchive all;
-    at::Tensor count;
-    archive.read("param_groups", all);
-    all.read("param_groups/size", count);
     OptimizerShape shape;
-    for (int64_t g = 0; g < count.item<int64_t>(); ++g) {
-      torch::serialize::InputArchive group, options;
-      at::Tensor size;  // a new one each time: read() into one that is there changes the archive's
-      all.read("param_groups/" + std::to_string(g), group);
-      group.read("params/size", size);
-      shape.groups.push_back(size.item<int64_t>());
-      group.read("options", options);
+    for_each_archived_group(archive, [&](int64_t size, torch::serialize::InputArchive& options) {
+      shape.groups.push_back(size);
       shape.kind = kind_of_options(options);
-    }
+    });
     return shape;
   }
 
