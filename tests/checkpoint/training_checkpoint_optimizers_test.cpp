@@ -9,8 +9,10 @@
 #include <torch/optim/lbfgs.h>
 #include <torch/optim/sgd.h>
 
+#include <cstddef>
 #include <cstdint>
 #include <initializer_list>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -138,6 +140,33 @@ TEST(TrainingCheckpointValues, NamesTheOptimizerThatIsOfAnotherKind) {
                                           "optimizer is an Adam or AdamW. Create");
   EXPECT_EQ(fused.state().size(), 1U);
   EXPECT_EQ(fused.param_groups()[0].options().get_lr(), 0.25);
+}
+
+TEST(TrainingCheckpointValues, RestoresTheOptionsOfEachGroupOfAMuon) {
+  const TemporaryFolder folder;
+  const Tensor first = at::ones({2, 3}).requires_grad_(),
+               second = at::ones({3, 3}).requires_grad_();
+  using torchamp::MuonOptions;
+  const auto muon_of = [&](double lr, const MuonOptions& of_second) {
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(std::vector<Tensor>{first});
+    groups.emplace_back(std::vector<Tensor>{second}, std::make_unique<MuonOptions>(of_second));
+    return torchamp::FusedMuon(groups, MuonOptions(lr));
+  };
+  const MuonOptions own =
+      MuonOptions(0.5).momentum(0.25).adjust_lr(MuonOptions::AdjustLr::match_rms_adamw);
+  torchamp::FusedMuon saved = muon_of(0.125, own), loaded = muon_of(1., MuonOptions());
+  TrainingCheckpoint(folder / "run.pt").add("optimizer", saved).save();
+  EXPECT_TRUE(TrainingCheckpoint(folder / "run.pt").add("optimizer", loaded).load());
+  const auto options = [&](std::size_t group) {
+    return static_cast<const MuonOptions&>(loaded.param_groups()[group].options());
+  };
+  EXPECT_EQ(options(0), MuonOptions(0.125));
+  EXPECT_EQ(options(1), own);
+
+  torch::optim::SGD sgd({first}, torch::optim::SGDOptions(0.1).nesterov(true).momentum(0.5));
+  EXPECT_ERROR((void)TrainingCheckpoint(folder / "run.pt").add("optimizer", sgd).load(),
+               "it holds the state of a FusedMuon, and the program's optimizer is an SGD.");
 }
 
 TEST(TrainingCheckpointValues, RefusesAnOptimizerOfWhichTheFileHasMoreParameters) {

@@ -173,10 +173,8 @@ Params weights_to_cut(at::Device device) {
 
 TEST_P(SplitMastersOnDevices, AreSteppedByEachOptimizerAsWholeOnesAre) {
   seed_all(3);
-  for (const char* name :
-       {"adam_decay_amsgrad", "adamw", "sgd", "sgd_dampening", "adagrad_decay"}) {
-    SCOPED_TRACE(name);
-    const Kind& kind = kind_named(name);
+  for (const Kind& kind : kinds()) {
+    SCOPED_TRACE(kind.name);
     const Twins twins(kind, weights_to_cut(device()), /*two_groups=*/true);
     for (int step = 0; step < 5; ++step) {
       const bool skipped = step == 0 || step == 2;

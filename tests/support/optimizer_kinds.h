@@ -4,6 +4,7 @@
 #include <torch/torch.h>
 #include <torchamp/optim.h>
 
+#include <algorithm>
 #include <cmath>
 #include <functional>
 #include <memory>
@@ -11,9 +12,11 @@
 #include <sstream>
 #include <string>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
+#include "support/ema_sgd.h"
 #include "support/tolerances.h"
 
 using at::Tensor;
@@ -27,25 +30,89 @@ using Groups = std::vector<OptimizerParamGroup>;
 using Params = std::vector<Tensor>;
 using Betas = std::tuple<double, double>;
 
-// ---- Kinds of optimizers, LibTorch's own and ours -----------------------------------------------
+// ---- Kinds of optimizers: torchamp's, and plain ones to compare with
+// -----------------------------
 
+/// An optimizer with some options.
 struct Kind {
   std::string name;
+  /// `plain` is LibTorch's own optimizer, or a PlainOptimizer if LibTorch lacks it.
   std::function<std::unique_ptr<Optimizer>(const Groups&)> plain, fused;
+  std::function<std::unique_ptr<Optimizer>(const Params&)> fused_of_parameters;
   std::function<std::unique_ptr<torch::optim::OptimizerOptions>()> other_options;
-  int most_calls = 4;  // of ops, in a step of a list
+
+  std::string optimizer;         ///< "FusedAdam"
+  std::string op;                ///< ATen's kernel, "_fused_adam_"; empty if ATen lacks it
+  bool is_in_libtorch = false;   ///< whether `plain` is LibTorch's own
+  bool is_elementwise = false;   ///< whether it can step shards
+  bool has_state = false;        ///< whether it stores tensors for a parameter
+  bool counts_steps = false;     ///< whether each step is counted on the device
+  bool counts_to_first = false;  ///< whether steps are counted until the first was taken
+  int most_calls = 4;            ///< of ops, in a step of a list by ATen's kernel
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Kind& kind) {
   return out << kind.name;
 }
 
+template <class Fused>
+struct KernelOf;
+template <class Kernel>
+struct KernelOf<torchamp::FusedOptimizerOf<Kernel>> : Kernel {};
+
+/// Base of an optimizer that LibTorch lacks, which steps parameter by parameter with plain ops.
+template <class Fused>
+class PlainOptimizer : public KernelOf<Fused>::LibTorch {
+  using Stored = typename KernelOf<Fused>::LibTorch;
+
+ public:
+  using Options = typename Fused::Options;
+  using State = typename Fused::State;
+  using Stored::Stored;
+
+  Tensor step(Optimizer::LossClosure closure = nullptr) override {
+    Tensor loss;
+    if (closure) {
+      const at::AutoGradMode with_gradients(true);
+      loss = closure();
+    }
+    const torch::NoGradGuard no_grad;
+    for (OptimizerParamGroup& group : this->param_groups()) {
+      for (const Tensor& p : group.params()) {
+        if (!p.grad().defined()) continue;
+        auto& state = this->state()[p.unsafeGetTensorImpl()];
+        if (!state) state = std::make_unique<State>();
+        step_parameter(static_cast<const Options&>(group.options()), static_cast<State&>(*state), p,
+                       p.grad());
+      }
+    }
+    return loss;
+  }
+
+ private:
+  /// The tensors of a new state are undefined.
+  virtual void step_parameter(const Options& o, State& state, const Tensor& p,
+                              const Tensor& gradient) const = 0;
+};
+
 template <class Plain, class Fused, class Options>
 Kind kind(std::string name, const Options& options, const Options& other) {
-  return {std::move(name),
-          [=](const Groups& groups) { return std::make_unique<Plain>(groups, options); },
-          [=](const Groups& groups) { return std::make_unique<Fused>(groups, options); },
-          [=] { return std::make_unique<Options>(other); }};
+  using Kernel = KernelOf<Fused>;
+  const std::string op = Kernel::op ? Kernel::op : "";
+  const bool counted = Kernel::counted(options);
+  return {.name = std::move(name),
+          .plain = [=](const Groups& groups) { return std::make_unique<Plain>(groups, options); },
+          .fused = [=](const Groups& groups) { return std::make_unique<Fused>(groups, options); },
+          .fused_of_parameters =
+              [=](const Params& params) { return std::make_unique<Fused>(params, options); },
+          .other_options = [=] { return std::make_unique<Options>(other); },
+          .optimizer = Kernel::name,
+          .op = op.substr(op.rfind(':') + 1),
+          .is_in_libtorch = std::is_same_v<Plain, typename Kernel::LibTorch>,
+          .is_elementwise = Kernel::elementwise,
+          .has_state = Kernel::kinds(options) > 0,
+          .counts_steps = counted && !Kernel::counts_first_only,
+          .counts_to_first = counted && Kernel::counts_first_only};
 }
 
 inline Kind adam(const std::string& name, const AdamOptions& options) {
@@ -70,6 +137,24 @@ inline Kind adagrad(const std::string& name, const AdagradOptions& options) {
           options.initial_accumulator_value()));
 }
 
+struct PlainEmaSgd : PlainOptimizer<FusedEmaSgd> {
+  using PlainOptimizer::PlainOptimizer;
+
+ private:
+  void step_parameter(const Options& o, State& state, const Tensor& p,
+                      const Tensor& gradient) const override {
+    const Tensor decayed = gradient + o.weight_decay() * p;
+    const Tensor before = state.average().defined() ? state.average() : torch::zeros_like(p);
+    state.average(o.momentum() * before + (1. - o.momentum()) * decayed);
+    p.sub_(o.lr() * state.average());
+  }
+};
+inline Kind ema_sgd(const std::string& name, const EmaSgdOptions& options) {
+  return kind<PlainEmaSgd, FusedEmaSgd>(name, options, EmaSgdOptions(0.03).momentum(0.7));
+}
+
+/// The optimizers that the tests run with. Their names are public: a program that uses them must
+/// still compile.
 inline const std::vector<Kind>& kinds() {
   static const std::vector<Kind> all{
       adam("adam", AdamOptions(0.1)),
@@ -87,8 +172,19 @@ inline const std::vector<Kind>& kinds() {
           "adagrad_decay",
           AdagradOptions(0.1).lr_decay(0.1).weight_decay(0.1).initial_accumulator_value(0.5).eps(
               1e-3)),
+      ema_sgd("ema_sgd", EmaSgdOptions(0.1).weight_decay(0.1)),
   };
   return all;
+}
+
+/// The first kind of each optimizer that stores something for a parameter.
+inline std::vector<Kind> kinds_with_state() {
+  std::vector<Kind> found;
+  for (const Kind& kind : kinds()) {
+    const auto is_same = [&](const Kind& other) { return other.optimizer == kind.optimizer; };
+    if (kind.has_state && std::none_of(found.begin(), found.end(), is_same)) found.push_back(kind);
+  }
+  return found;
 }
 
 inline const Kind& kind_named(const std::string& name) {
@@ -130,7 +226,7 @@ inline torchamp::FusedOptimizer& as_fused(Optimizer& optimizer) {
   return dynamic_cast<torchamp::FusedOptimizer&>(optimizer);
 }
 
-/// The same parameters under LibTorch's own optimizer and under ours.
+/// The same parameters under the plain optimizer and under ours.
 struct Pair {
   Pair(const Kind& kind, Params params, bool two_groups = false)
       : plain_params(copies(params)), fused_params(std::move(params)) {

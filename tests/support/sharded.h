@@ -5,19 +5,19 @@
 #include <gtest/gtest.h>
 #include <torch/nn/modules/linear.h>
 #include <torch/nn/modules/normalization.h>
-#include <torch/optim/adagrad.h>
 #include <torch/optim/adamw.h>
 #include <torch/optim/rmsprop.h>
-#include <torch/optim/sgd.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
 #include <type_traits>
 #include <utility>
 #include <vector>
 
-#include "torchamp/optim.h"
+#include "support/optimizer_kinds.h"
 
 // What the tests of ShardedMasterWeights train.
 namespace sharded {
@@ -52,22 +52,31 @@ inline Tensor loss_of(Net& net, const Tensor& batch) {
   return net->forward(batch).pow(2).mean();
 }
 
-using Make = std::unique_ptr<torch::optim::Optimizer> (*)(std::vector<Tensor>);
+using Make = std::function<std::unique_ptr<torch::optim::Optimizer>(const std::vector<Tensor>&)>;
 
 template <class Optimizer, class Options>
-std::unique_ptr<torch::optim::Optimizer> make(std::vector<Tensor> parameters) {
+std::unique_ptr<torch::optim::Optimizer> make(const std::vector<Tensor>& parameters) {
   Options options(0.05);
   if constexpr (std::is_same_v<Options, torch::optim::SGDOptions>) options.momentum(0.9);
-  return std::make_unique<Optimizer>(std::move(parameters), options);
+  return std::make_unique<Optimizer>(parameters, options);
 }
 
+/// All fused optimizers that step shards, and some of LibTorch's. Names of fused ones begin with
+/// "Fused".
 inline const std::vector<std::pair<std::string, Make>>& kinds() {
-  static const std::vector<std::pair<std::string, Make>> all{
-      {"FusedAdamW", make<torchamp::FusedAdamW, torch::optim::AdamWOptions>},
-      {"FusedSGD", make<torchamp::FusedSGD, torch::optim::SGDOptions>},
-      {"FusedAdagrad", make<torchamp::FusedAdagrad, torch::optim::AdagradOptions>},
-      {"AdamW", make<torch::optim::AdamW, torch::optim::AdamWOptions>},
-      {"RMSprop", make<torch::optim::RMSprop, torch::optim::RMSpropOptions>}};
+  static const auto all = [] {
+    std::vector<std::pair<std::string, Make>> made{
+        {"FusedAdamW", make<torchamp::FusedAdamW, torch::optim::AdamWOptions>},
+        {"FusedSGD", make<torchamp::FusedSGD, torch::optim::SGDOptions>},
+        {"AdamW", make<torch::optim::AdamW, torch::optim::AdamWOptions>},
+        {"RMSprop", make<torch::optim::RMSprop, torch::optim::RMSpropOptions>}};
+    for (const Kind& kind : kinds_with_state()) {
+      const auto is_same = [&](const auto& one) { return one.first == kind.optimizer; };
+      if (!kind.is_elementwise || std::any_of(made.begin(), made.end(), is_same)) continue;
+      made.emplace_back(kind.optimizer, kind.fused_of_parameters);
+    }
+    return made;
+  }();
   return all;
 }
 

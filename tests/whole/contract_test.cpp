@@ -1,6 +1,6 @@
 // SPDX-License-Identifier: BSD-3-Clause
 // The public names that programs are compiled against, used as their authors would. A change that
-// breaks this file breaks them.
+// breaks this file, or the kinds of support/optimizer_kinds.h, breaks them.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "support/optimizer_kinds.h"
 #include "torchamp/labs/fp8.h"
 #include "torchamp/lr_scheduler.h"
 #include "torchamp/policy_text.h"
@@ -118,31 +119,25 @@ TEST(Contract, GradScaler) {
   scaler.save(archive);
 }
 
-template <class Optimizer, class Options>
-void step_a_fused_optimizer(Options options) {
-  Training t;
-  Optimizer of_parameters(t.model->parameters(), options);
-  std::vector<torch::optim::OptimizerParamGroup> groups;
-  groups.emplace_back(t.model->parameters());
-  Optimizer of_groups(groups, options);
-  torch::optim::Optimizer& optimizer = of_parameters;
-  torchamp::GradScaler scaler;
-  const torch::Tensor before = t.model->weight.detach().clone();
-  scaler.scale(t.loss()).backward();
-  scaler.unscale_(optimizer);
-  const torch::Tensor norm = torchamp::clip_grad_norm_(t.model->parameters(), 1.0);
-  EXPECT_GT(norm.item<double>(), 0.);
-  (void)torchamp::clip_grad_norm_(t.model->parameters(), 1.0, 1.0);
-  EXPECT_TRUE(scaler.step(optimizer).stepped());
-  scaler.update();
-  EXPECT_FALSE(torch::equal(before, t.model->weight));
-}
-
 TEST(Contract, FusedOptimizersAndClipping) {
-  step_a_fused_optimizer<torchamp::FusedAdam>(torch::optim::AdamOptions(1e-2));
-  step_a_fused_optimizer<torchamp::FusedAdamW>(torch::optim::AdamWOptions(1e-2));
-  step_a_fused_optimizer<torchamp::FusedSGD>(torch::optim::SGDOptions(1e-2).momentum(0.9));
-  step_a_fused_optimizer<torchamp::FusedAdagrad>(torch::optim::AdagradOptions(1e-2));
+  for (const Kind& kind : kinds_with_state()) {
+    Training t;
+    const auto of_parameters = kind.fused_of_parameters(t.model->parameters());
+    std::vector<torch::optim::OptimizerParamGroup> groups;
+    groups.emplace_back(t.model->parameters());
+    const auto of_groups = kind.fused(groups);
+    torch::optim::Optimizer& optimizer = *of_parameters;
+    torchamp::GradScaler scaler;
+    const torch::Tensor before = t.model->weight.detach().clone();
+    scaler.scale(t.loss()).backward();
+    scaler.unscale_(optimizer);
+    const torch::Tensor norm = torchamp::clip_grad_norm_(t.model->parameters(), 1.0);
+    EXPECT_GT(norm.item<double>(), 0.);
+    (void)torchamp::clip_grad_norm_(t.model->parameters(), 1.0, 1.0);
+    EXPECT_TRUE(scaler.step(optimizer).stepped());
+    scaler.update();
+    EXPECT_FALSE(torch::equal(before, t.model->weight));
+  }
 }
 
 TEST(Contract, MuonSchedulesAndSeveralOptimizers) {
