@@ -323,11 +323,23 @@ TEST(House, NoTwoTopicsIncludeOrDeclareWhatIsInEachOther) {
 
 // The list of kernels is used for error texts and archives, and to compile the optimizers once.
 TEST(House, EveryFusedOptimizerIsInTheListOfKernels) {
-  const auto texts = headers();
+  const auto& texts = headers();
   const Names used =
       matches(texts.at("optim.h"), R"(^using Fused\w+ = FusedOptimizerOf<detail::(\w+)>;)");
   EXPECT_FALSE(used.empty());
   EXPECT_EQ(used, matches(texts.at("detail/core/optim/kernels.h"), R"(\bf\((\w+)\))"));
+}
+
+TEST(House, EveryFusedOptimizerHasTests) {
+  std::string tests = content_of(root() / "tests" / "support" / "optimizer_kinds.h");
+  for (const auto& entry : fs::directory_iterator(root() / "tests" / "optim")) {
+    tests += content_of(entry.path());
+  }
+  const Names tested = matches(tests, R"(torchamp::(Fused\w+))");
+  for (const std::string& name : matches(headers().at("optim.h"), R"(^using (Fused\w+) = )")) {
+    EXPECT_TRUE(tested.contains(name))
+        << name << " is not in the kinds of optimizer_kinds.h, and has no test in tests/optim/";
+  }
 }
 
 // A reader looks for a Note by its title, so a title stands in one line, once as a title.

@@ -30,8 +30,7 @@ using Groups = std::vector<OptimizerParamGroup>;
 using Params = std::vector<Tensor>;
 using Betas = std::tuple<double, double>;
 
-// ---- Kinds of optimizers: torchamp's, and plain ones to compare with
-// -----------------------------
+// ---- Kinds of optimizers ------------------------------------------------------------------------
 
 /// An optimizer with some options.
 struct Kind {
