@@ -74,7 +74,9 @@ class FusedOptimizer : public torch::optim::Optimizer, public detail::ClippingSt
   /// Whether each step drops its gradients.
   bool drops_gradients_after_step() const { return drops_gradients_; }
 
-  /// Like torch::optim::Optimizer::add_param_group, with the constructor's errors.
+  /// Like torch::optim::Optimizer::add_param_group, with the constructor's errors. If you call it
+  /// through a torch::optim::Optimizer&, LibTorch 2.15 replaces the group's MuonOptions by the
+  /// optimizer's defaults.
   void add_param_group(const torch::optim::OptimizerParamGroup& group) {
     check_group(group, param_groups_.size());
     detail::add_group(*this, group);
