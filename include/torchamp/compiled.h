@@ -64,7 +64,9 @@ namespace detail {
 inline const bool environment_names_files = let_environment_name_files();
 }
 
+/// @cond
 #define TORCHAMP_DEFINE_OPTIMIZER(kernel) template class FusedOptimizerOf<detail::kernel>;
 TORCHAMP_FOR_EACH_KERNEL(TORCHAMP_DEFINE_OPTIMIZER)
 #undef TORCHAMP_DEFINE_OPTIMIZER
+/// @endcond
 }  // namespace TORCHAMP_NAMESPACE

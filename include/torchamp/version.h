@@ -27,7 +27,8 @@
 
 /// The version of the state that all parts of a process share. Increment it when the layout or the
 /// meaning of anything reachable from SharedRuntime or a ThreadPolicy changes, including a new rule
-/// of Cast and a new condition of When. The version is at most 62. See .github/CONTRIBUTING.md, Two versions in one process.
+/// of Cast and a new condition of When. The version is at most 62. See .github/CONTRIBUTING.md, Two
+/// versions in one process.
 #define TORCHAMP_LAYOUT 23
 
 // The inline namespace of the version: see .github/CONTRIBUTING.md, Two versions in one process.
