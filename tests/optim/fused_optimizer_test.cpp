@@ -351,6 +351,15 @@ TEST(FusedOptimizer, ChecksOptionsAsLibTorchDoes) {
   EXPECT_ERROR(optimizer.step(), "FusedAdamW: the options of group 0 belong to another optimizer");
 }
 
+TEST_P(FusedOptimizers, RefuseOptionsOutOfRange) {
+  if (kind().is_in_libtorch) GTEST_SKIP() << "ChecksOptionsAsLibTorchDoes tests such options";
+  ASSERT_FALSE(kind().refused.empty()) << "add options out of range to the kind";
+  for (const auto& [options, error] : kind().refused) {
+    const Groups groups{OptimizerParamGroup({param({3}, device())}, options->clone())};
+    EXPECT_ERROR(kind().fused(groups), error);
+  }
+}
+
 TEST(FusedOptimizer, WantsZeroDimFp32Scalars) {
   torchamp::FusedAdam optimizer(Params{param({3})});
   EXPECT_ERROR(optimizer.step_scaled(torch::ones({}, at::kDouble), {}),

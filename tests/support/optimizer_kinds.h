@@ -48,6 +48,8 @@ struct Kind {
   bool counts_steps = false;     ///< whether each step is counted on the device
   bool counts_to_first = false;  ///< whether steps are counted until the first was taken
   int most_calls = 4;            ///< of ops, in a step of a list by ATen's kernel
+  /// If LibTorch lacks the optimizer: options that are errors, and the texts of the errors.
+  std::vector<std::pair<std::shared_ptr<torch::optim::OptimizerOptions>, std::string>> refused{};
 };
 
 inline std::ostream& operator<<(std::ostream& out, const Kind& kind) {
@@ -149,7 +151,11 @@ struct PlainEmaSgd : PlainOptimizer<FusedEmaSgd> {
   }
 };
 inline Kind ema_sgd(const std::string& name, const EmaSgdOptions& options) {
-  return kind<PlainEmaSgd, FusedEmaSgd>(name, options, EmaSgdOptions(0.03).momentum(0.7));
+  Kind made = kind<PlainEmaSgd, FusedEmaSgd>(name, options,
+                                             EmaSgdOptions(0.03).momentum(0.7).weight_decay(0.3));
+  made.refused = {
+      {std::make_shared<EmaSgdOptions>(-1.), "FusedEmaSgd: lr is -1. It must be at least 0."}};
+  return made;
 }
 
 /// The optimizers that the tests run with. Their names are public: a program that uses them must
