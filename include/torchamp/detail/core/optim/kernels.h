@@ -38,9 +38,8 @@ struct KernelNames {
   static std::string of_options(const OptionNames& names) {
     std::string found;
     const auto look = [&]<class Kernel>(const Kernel*) {
-      using Options = typename Kernel::Options;
-      if constexpr (HasFields<Options>) {
-        if (names == option_names<Options>()) found = Kernel::name;
+      if constexpr (HasFields<typename Kernel::Options>) {
+        if (names == option_names<typename Kernel::Options>()) found = Kernel::name;
       }
     };
     (look(static_cast<const Kernels*>(nullptr)), ...);

@@ -114,10 +114,9 @@ constexpr bool is_tensor = std::is_same_v<std::remove_cvref_t<T>, at::Tensor>;
 /// The number of fields that are tensors.
 template <HasFields T>
 constexpr std::size_t number_of_tensors() {
-  using Fields = decltype(T::fields(std::declval<T&>()));
   return []<class... Value>(const std::tuple<Field<Value>...>*) {
     return (std::size_t{is_tensor<Value>} + ... + 0);
-  }(static_cast<const Fields*>(nullptr));
+  }(static_cast<const decltype(T::fields(std::declval<T&>()))*>(nullptr));
 }
 
 /// The tensor of this index among the fields that are tensors.
