@@ -182,7 +182,7 @@ struct When {
   /// Whether the rule holds for this call in a region of this dtype.
   bool holds(at::ScalarType region_dtype, const OpCall& call) const {
     const auto& [only_dtype, only_if] = *this;
-    return (!only_dtype || *only_dtype == region_dtype) && (!only_if || only_if(call));
+    return may_hold_in(region_dtype) && (!only_if || only_if(call));
   }
 };
 
