@@ -212,7 +212,7 @@ function(torchamp_add_header_test)
   endif()
   torchamp_syntax_command(command)
   torchamp_add_script_test(headers_light headers/run.cmake LABELS headers
-                           ARGS "-DHEADERS=${headers}" "-DCOMPILE=${command}" -DNM=${CMAKE_NM}
+                           ARGS "-DCOMPILE=${command}" -DNM=${CMAKE_NM}
                                 -DBUILD=${CMAKE_CURRENT_BINARY_DIR}/headers)
 endfunction()
 

@@ -248,6 +248,13 @@ TEST(House, HasATopicForEveryHeaderAndAHeaderForEveryInclude) {
   }
 }
 
+// In GCC, `namespace torchamp::detail` is in the version's namespace. In Clang it is beside it.
+TEST(House, EveryHeaderOpensTheNamespaceOfTheVersion) {
+  for (const auto& [name, text] : headers()) {
+    EXPECT_THAT(matches(text, R"((namespace torchamp[ :]))"), testing::IsEmpty()) << name;
+  }
+}
+
 // Without version.h, TORCHAMP_NAMESPACE would be the name of a namespace.
 TEST(House, EveryHeaderIncludesTheVersionWhoseNamespaceItOpens) {
   for (const auto& [name, text] : headers()) {

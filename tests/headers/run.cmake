@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: BSD-3-Clause
-# The umbrella header includes neither all of <torch/torch.h> nor standard headers that take long to compile. Each
-# header declares its names in the namespace of its version. If a file includes public headers and uses none of their
-# names, the compiler emits no code for them: see "Compiled once" in .github/CONTRIBUTING.md.
+# The umbrella header includes neither all of <torch/torch.h> nor standard headers that take long to compile. If a file
+# includes public headers and uses none of their names, the compiler emits no code for them: see "Compiled once" in
+# .github/CONTRIBUTING.md.
 #
-#   cmake -DSOURCE=DIR -DHEADERS=LIST -DCOMPILE=COMMAND… -DNM=COMMAND -DBUILD=DIR -P run.cmake
+#   cmake -DSOURCE=DIR -DCOMPILE=COMMAND… -DNM=COMMAND -DBUILD=DIR -P run.cmake
 
 execute_process(COMMAND ${COMPILE} -x c++ -M ${SOURCE}/include/torchamp/torchamp.h
                 OUTPUT_VARIABLE depends COMMAND_ERROR_IS_FATAL ANY)
@@ -11,14 +11,6 @@ string(REGEX MATCHALL "[^ ]*/(torch/(torch|all|nn)[.]h|regex|filesystem|fstream|
 if(heavy)
   message(SEND_ERROR "torchamp/torchamp.h brings in ${heavy}")
 endif()
-
-foreach(header IN LISTS HEADERS)
-  file(READ ${header} text)
-  # In GCC, `namespace torchamp::detail` is the version's namespace. In Clang it is a namespace of its own.
-  if(text MATCHES "namespace torchamp[ :]")
-    message(SEND_ERROR "${header}: include torchamp/version.h and open namespace TORCHAMP_NAMESPACE (or TORCHAMP_NAMESPACE::detail): see .github/CONTRIBUTING.md")
-  endif()
-endforeach()
 
 file(GLOB public RELATIVE ${SOURCE}/include ${SOURCE}/include/torchamp/*.h ${SOURCE}/include/torchamp/distributed/*.h
      ${SOURCE}/include/torchamp/labs/*.h)
