@@ -395,8 +395,9 @@ TEST(MuonMistakes, RefusesArchivesOfOtherOptimizersAndShapes) {
     SCOPED_TRACE(kind.name);
     const auto of_another = kind.fused_of_parameters({p});
     of_another->step();
-    EXPECT_ERROR(through_archive(*of_another, optimizer), "::load: the archive does not hold what");
-    EXPECT_ERROR(through_archive(optimizer, *of_another), "::load: the archive does not hold what");
+    const std::string error = "::load: the archive does not hold what";
+    EXPECT_ERROR(through_archive(*of_another, optimizer), "FusedMuon" + error);
+    EXPECT_ERROR(through_archive(optimizer, *of_another), kind.optimizer + error);
   }
   EXPECT_ERROR(through_archive(optimizer, of_other), "FusedMuon::load: the archive's state of");
 }

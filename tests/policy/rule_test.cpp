@@ -117,7 +117,7 @@ TEST(Conditions, OfSeveralKindsComeBackFromThePolicysText) {
 
 TEST(Conditions, ThatAreUnknownAreErrorsThatListTheConditions) {
   for (const std::string wrong : {"int8", "float16 bfloat16", "float16!"}) {
-    const std::string error = "has the condition '" + wrong + "'; the conditions are ";
+    const std::string error = "has the condition '" + wrong + "'; the conditions are float16, ";
     for (const std::string& text : {wrong, "float16 and " + wrong}) {
       EXPECT_ERROR((void)torchamp::parse_policy("policy torch\nfp32 when " + text + ": mm\n"),
                    error);

@@ -39,33 +39,22 @@ inline std::vector<bool> set_members(const When& when) {
 
 /// All conditions that are data, in the order of the members; at least one row for each member.
 inline std::vector<Condition> conditions() {
-  return {
-      {.member = "dtype",
-       .when = {.dtype = at::kHalf},
-       .other = {.dtype = at::kBFloat16},
-       .text = "float16",
-       .form = "float16",
-       .holds = {.region_dtype = at::kHalf},
-       .fails = {.region_dtype = at::kBFloat16},
-       .refused = {{{.dtype = at::kDouble}, "When::dtype is Double, but no region has that dtype"},
-                   {{.dtype = at::kFloat8_e4m3fn}, "When::dtype is Float8_e4m3fn"},
-                   {{.dtype = at::kFloat8_e5m2}, "When::dtype is Float8_e5m2"},
-                   {{.dtype = at::kInt}, "When::dtype is Int"}}},
-      {.member = "dtype",
-       .when = {.dtype = at::kBFloat16},
-       .other = {.dtype = at::kFloat},
-       .text = "bfloat16",
-       .form = "bfloat16",
-       .holds = {.region_dtype = at::kBFloat16},
-       .fails = {.region_dtype = at::kFloat}},
-      {.member = "dtype",
-       .when = {.dtype = at::kFloat},
-       .other = {.dtype = at::kHalf},
-       .text = "float32",
-       .form = "float32",
-       .holds = {.region_dtype = at::kFloat},
-       .fails = {.region_dtype = at::kHalf}},
+  const auto of_dtype = [](const std::string& text, at::ScalarType dtype, at::ScalarType other) {
+    return Condition{.member = "dtype",
+                     .when = {.dtype = dtype},
+                     .other = {.dtype = other},
+                     .text = text,
+                     .form = text,
+                     .holds = {.region_dtype = dtype},
+                     .fails = {.region_dtype = other}};
   };
+  Condition half = of_dtype("float16", at::kHalf, at::kBFloat16);
+  half.refused = {{{.dtype = at::kDouble}, "When::dtype is Double, but no region has that dtype"},
+                  {{.dtype = at::kFloat8_e4m3fn}, "When::dtype is Float8_e4m3fn"},
+                  {{.dtype = at::kFloat8_e5m2}, "When::dtype is Float8_e5m2"},
+                  {{.dtype = at::kInt}, "When::dtype is Int"}};
+  return {half, of_dtype("bfloat16", at::kBFloat16, at::kFloat),
+          of_dtype("float32", at::kFloat, at::kHalf)};
 }
 
 }  // namespace torchamp
