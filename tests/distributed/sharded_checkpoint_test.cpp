@@ -259,7 +259,7 @@ class Threads {
 };
 
 class ShardedCheckpointOfThreads : public ::testing::TestWithParam<int> {};
-INSTANTIATE_TEST_SUITE_P(Counts, ShardedCheckpointOfThreads, testing::Values(2, 16));
+INSTANTIATE_TEST_SUITE_P(Counts, ShardedCheckpointOfThreads, testing::Values(1, 2, 3, 16));
 
 TEST_P(ShardedCheckpointOfThreads, GoesOnOnAnyNumberOfProcessesFromOneFile) {
   const TemporaryFolder folder;
